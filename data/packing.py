@@ -1,0 +1,43 @@
+"""Documents into sequences, sequences packed end to end: the arithmetic of batches, in numpy."""
+from typing import Iterable
+
+import numpy as np
+
+
+def cut_documents(starts: np.ndarray, end: int, cut: int, keep_tails: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends of the sequences of documents that begin at `starts`, the last of which ends at `end`.
+
+    A sequence has at most `cut` tokens. What a longer document leaves over is dropped, or cut again if `keep_tails`.
+    """
+    ends = np.append(starts[1:], end)
+    if not keep_tails:
+        return starts, np.minimum(ends, starts + cut)
+    pieces = -(-(ends - starts) // cut)
+    piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts, ends = np.repeat(starts, pieces) + piece * cut, np.repeat(ends, pieces)
+    return starts, np.minimum(ends, starts + cut)
+
+
+def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, longest: int,
+         document_start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sequences (text, start, length) end to end as tokens (n,), targets (n,) and boundaries (most + 1,), all int32.
+
+    A target is the token that follows in the text; after a text's last token, the start of a document. The last sequence is
+    cut to fit. Places left over become sequences of at most `longest` tokens with targets -1: not scored. Boundaries hold
+    where each sequence starts; those after the last are n.
+    """
+    tokens, targets = np.zeros(n, np.int32), np.full(n, -1, np.int32)
+    boundaries = [0]
+    for text, start, length in sequences:
+        here = boundaries[-1]
+        end = min(here + length, n)
+        tokens[here:end] = text[start:start + end - here]
+        following = text[start + 1:start + 1 + end - here]
+        targets[here:end] = document_start
+        targets[here:here + len(following)] = following
+        boundaries.append(end)
+    while boundaries[-1] < n:
+        boundaries.append(min(boundaries[-1] + longest, n))
+    if len(boundaries) > most + 1:
+        raise ValueError(f"{len(boundaries) - 1} sequences in a batch that may hold {most}; the bound must count every batch")
+    return tokens, targets, np.array(boundaries + [n] * (most + 1 - len(boundaries)), np.int32)
