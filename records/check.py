@@ -1,0 +1,101 @@
+"""Is a record true? Its numbers, sources and words held against the logs that it keeps."""
+import math
+from pathlib import Path
+
+from records import markdown
+from records.pool import environment_differences, list_clashes, require_sample
+from records.record import UNWRITTEN, Record, is_proven, load, record_data, result_table, significance_line
+from records.schema import NUMBER, RecordError, Run
+from records.sources import hash_sources, source_files
+
+CLOCK_TOLERANCE = 0.01  # of the time between validations: logs round, and a step's end is measured on the device
+
+
+def check(folder: Path) -> tuple[list[str], list[str]]:
+    """(problems, notes) of a record folder. Problems make it invalid; notes are what a reader should know."""
+    try:
+        record = load(folder)
+        require_sample(record.runs)
+    except RecordError as error:
+        return [str(error)], []
+    first, true = record.runs[0], record_data(record.runs, record.data)
+    problems = [f"{key} is {record.data[key]!r}, but the logs give {value!r}"
+                for key, value in true.items() if not same(record.data[key], value)]
+    problems += check_words(record, result_table(true))
+    files = source_files(folder / "sources")
+    if hash_sources(files) != true["sources"]:
+        problems.append(f"sources/ ({len(files)} files) has another hash than the logs' {true['sources'][:12]}…")
+    for run in record.runs:
+        problems += [f"{run.label}: {problem}" for problem in check_clock(run)]
+        clashes = environment_differences(first, run)
+        if clashes:
+            problems.append(f"{first.label} and {run.label} ran in different environments: {list_clashes(clashes)}")
+    notes = [] if is_proven(true) else [significance_line(true)]
+    if not first.header["commit"] or first.header["dirty"]:
+        notes.append("the runs' commit is unknown or had uncommitted changes: sources/ is what ran")
+    if true["parent"] is not None:
+        try:
+            notes += check_pace(true, load(folder.parent / true["parent"]).data)
+        except RecordError as error:
+            problems.append(f"parent {true['parent']!r}: {error}")
+    return problems, notes
+
+
+def check_pace(data: dict, parent: dict) -> list[str]:
+    """A note if a record is not faster than its parent was on the same machine."""
+    if parent["hardware"] != data["hardware"] or parent["mean_time_s"] > data["mean_time_s"]:
+        return []
+    return [f"not faster than its parent: {data['mean_time_s']:.3f} s, {parent['mean_time_s']:.3f} s before"]
+
+
+def check_words(record: Record, table: str) -> list[str]:
+    """Problems of the folder's name and of its README, which must hold `table`."""
+    problems = []
+    if not record.name.startswith(record.data["date"] + "_"):
+        problems.append(f"the folder's name does not begin with its date {record.data['date']}_")
+    if not record.readme:
+        return [*problems, "no README.md: say what changed and why it works"]
+    for title in markdown.WRITTEN_SECTIONS:
+        if markdown.titled(record.readme, title) in (None, "", UNWRITTEN):
+            problems.append(f"README.md: the section \"## {title}\" is missing or not written yet")
+    if markdown.between(record.readme, "result") != table:
+        problems.append("README.md: its result table is stale; `python -m records report` writes it anew")
+    return problems
+
+
+def check_clock(run: Run) -> list[str]:
+    """Broken clock rules: every step counted, inside the clock, and the totals those of the last step."""
+    steps, validations, summary, problems = run.steps, run.validations, run.summary, []
+    count = len(steps["step"])
+    if list(steps["step"]) != list(range(1, count + 1)) or count != summary["steps"]:
+        problems.append(f"{count} step lines do not count 1 to {summary['steps']}, the summary's steps")
+    if not count or (run.batch_tokens <= 0).any() or (steps["ms"] <= 0).any():
+        problems.append("a step took no tokens or no time")
+    if not len(validations["step"]) or validations["step"][-1] != summary["steps"]:
+        return [*problems, "no validation after the last step"]
+    before_step = before_time = 0
+    for step, time_s in zip(validations["step"], validations["time_s"]):
+        inside = (steps["step"] > before_step) & (steps["step"] <= step)
+        needed = steps["ms"][inside].sum() / 1000
+        if time_s - before_time < needed * (1 - CLOCK_TOLERANCE):
+            problems.append(f"the clock gave {time_s - before_time:.3f} s to steps {before_step + 1} to {step}, whose own "
+                            f"times add up to {needed:.3f} s: work ran outside the clock")
+        before_step, before_time = step, time_s
+    last = {"loss": (validations["loss"][-1], 1e-6), "tokens": (steps["tokens"][-1] if count else 0, 0),
+            "time_s": (validations["time_s"][-1], CLOCK_TOLERANCE)}  # the clock is read again when the run has ended
+    problems += [f"the summary's {key} is {summary[key]}, that of the last step {value}"
+                 for key, (value, tolerance) in last.items() if not same(summary[key], value, tolerance)]
+    if not same(summary["tokens_per_s"] * summary["time_s"], summary["tokens"], CLOCK_TOLERANCE):
+        problems.append(f"tokens_per_s is {summary['tokens_per_s']}, not {summary['tokens']} tokens / {summary['time_s']} s")
+    return problems
+
+
+def same(a: object, b: object, tolerance: float = 1e-9) -> bool:
+    """Equal, numbers to a relative `tolerance`, also inside lists and dictionaries."""
+    if isinstance(a, NUMBER) and isinstance(b, NUMBER):
+        return math.isclose(a, b, rel_tol=tolerance)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(same(x, y, tolerance) for x, y in zip(a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key], tolerance) for key in a)
+    return a == b

@@ -1,0 +1,49 @@
+"""Running training commands one after the other, and finding the runs that they made."""
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from records.compare import compare
+from records.logs import read_log
+from records.schema import LOG_NAME, RecordError, Run
+
+
+def launch(command: str, runs: Path) -> Run:
+    """Run a shell command and return the one finished run that it added to the folder `runs`."""
+    before = set(runs.glob(f"*/{LOG_NAME}"))
+    print(f"$ {command}", file=sys.stderr, flush=True)
+    code = subprocess.run(command, shell=True, stdout=sys.stderr).returncode  # stdout is for this tool's own result
+    if code:
+        raise RecordError(f"`{command}` failed with exit code {code}; see its output above")
+    new = sorted(set(runs.glob(f"*/{LOG_NAME}")) - before)
+    if len(new) != 1:
+        found = ", ".join(log.parent.name for log in new) or "none"
+        raise RecordError(f"`{command}` should add one run to {runs}, found {found}; does it log there, and alone?")
+    run = read_log(new[0])
+    if not run.finished:
+        raise RecordError(f"{run.label}: {'; '.join(run.warnings)}")
+    return run
+
+
+def with_settings(command: str, settings: dict[str, str]) -> str:
+    """`command` with `--name value` for each setting; RecordError if it sets one of them already."""
+    for name in settings:
+        if re.search(rf"(^|\s)--{re.escape(name)}(\s|=|$)", command):
+            raise RecordError(f"`{command}` sets --{name}, which changes from run to run here: leave it out")
+    return " ".join([command, *(f"--{name} {shlex.quote(value)}" for name, value in settings.items())])
+
+
+def alternate(commands: tuple[str, str], count: int, runs: Path, first_seed: int = 0) -> dict:
+    """Run A B B A A B … until each has run `count` times, the i-th of both with seed `first_seed` + i, and compare.
+
+    Turning the order about cancels what drifts in time, such as the machine's temperature.
+    """
+    if count < 1:
+        raise RecordError(f"-n {count}: each command has to run at least once; 5 is a good start")
+    sides: tuple[list[Run], list[Run]] = ([], [])
+    for i in range(count):
+        for side in (0, 1) if i % 2 == 0 else (1, 0):
+            sides[side].append(launch(with_settings(commands[side], {"seed": str(first_seed + i)}), runs))
+    return compare(*sides, names=commands)

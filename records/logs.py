@@ -1,0 +1,91 @@
+"""Reading logs: `find_logs` says which files are meant, `read_log` makes a `Run` of one."""
+import glob
+import json
+from pathlib import Path
+
+import numpy as np
+
+from records.foreign import parse_foreign
+from records.schema import LINES, LOG_NAME, LOG_SCHEMA, RecordError, Run, check_fields
+
+
+def find_logs(place: str | Path) -> list[Path]:
+    """The logs of a file, of a folder (at any depth) or of a quoted pattern such as "records/runs/*-name", sorted.
+
+    In a folder every `log.jsonl` counts; only where there is none, every `*.txt` and `*.log` (foreign logs) does.
+    """
+    paths = [Path(p) for p in sorted(glob.glob(str(place)))] or [Path(place)]
+    logs = []
+    for path in paths:
+        if path.is_dir():
+            logs += sorted(path.rglob(LOG_NAME)) or sorted([*path.rglob("*.txt"), *path.rglob("*.log")])
+        elif path.exists():
+            logs.append(path)
+        else:
+            raise RecordError(f"{path}: no such file or folder; `ls records/runs` lists the runs of this checkout")
+    if not logs:
+        raise RecordError(f"{place}: holds no {LOG_NAME} and no plain-text log; give a run's folder or a log file")
+    return logs
+
+
+def read_logs(places: list[str | Path]) -> list[Run]:
+    """The runs of several places, each log once."""
+    return [read_log(path) for path in dict.fromkeys(log for place in places for log in find_logs(place))]
+
+
+def read_log(path: Path) -> Run:
+    """A log of ours or a foreign one as a `Run`. A log cut short gives a partial run whose `warnings` say so."""
+    path = Path(path)
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not text.strip():
+        raise RecordError(f"{path}: empty; the run has not written its header yet, or died before it could")
+    if path.suffix == ".jsonl" or text.lstrip().startswith("{"):
+        return parse(text, path)
+    return parse_foreign(text, path)
+
+
+def parse(text: str, path: Path) -> Run:
+    """The text of a `log.jsonl` as a `Run`."""
+    lines: dict[str, list[dict]] = {kind: [] for kind in LINES}
+    warnings = []
+    rows = text.splitlines()
+    for number, row in enumerate(rows, 1):
+        last = number == len(rows)
+        try:
+            line = json.loads(row)
+        except json.JSONDecodeError as error:
+            if last and number > 1 and not text.endswith("\n"):
+                warnings.append(f"line {number} is incomplete: the log is still being written or was cut off")
+                break
+            raise RecordError(f"{path}:{number}: not JSON ({error.msg}): {row[:60]!r}; the log is damaged here") from None
+        check_line(line, f"{path}:{number}", first=number == 1)
+        if lines["summary"] or lines["stopped"]:
+            raise RecordError(f"{path}:{number}: a line after the run's last one; two runs wrote into one log")
+        lines[line["kind"]].append(line)
+    run = Run(path, lines["header"][0], columns(lines["step"], "step"), columns(lines["validation"], "validation"),
+              summary=next(iter(lines["summary"]), None), warnings=warnings)
+    if lines["stopped"]:
+        run.stopped = lines["stopped"][0]["reason"]
+        run.warnings.append(f"stopped at step {lines['stopped'][0]['step']}: {run.stopped}")
+    elif not run.finished:
+        run.warnings.append(f"not finished: no summary after step {len(run.steps['step'])} of {run.planned_steps or '?'}")
+    return run
+
+
+def check_line(line: dict, where: str, first: bool) -> None:
+    """RecordError unless `line` is of a known kind, in its place, with every field of the right type."""
+    kind = line.get("kind") if isinstance(line, dict) else None
+    if kind not in LINES:
+        raise RecordError(f"{where}: kind {kind!r}; a line of a {LOG_NAME} is one of {', '.join(LINES)}")
+    if first != (kind == "header"):
+        raise RecordError(f"{where}: {kind!r}, but a log begins with its one header line; "
+                          + ("its beginning is missing" if first else "two runs wrote into one log"))
+    if first and line.get("schema") != LOG_SCHEMA:
+        raise RecordError(f"{where}: log schema {line.get('schema')!r}; these tools read schema {LOG_SCHEMA}")
+    check_fields(line, LINES[kind], f"{where}: {kind} line")
+
+
+def columns(lines: list[dict], kind: str) -> dict[str, np.ndarray]:
+    """Field -> values (n,): int64 for counts, float64 for the rest."""
+    return {name: np.array([line[name] for line in lines], np.int64 if kinds is int else np.float64)
+            for name, kinds in LINES[kind].items()}

@@ -1,0 +1,45 @@
+"""Generated parts of Markdown files: tables, and the text between `<!-- name -->` and `<!-- /name -->`."""
+import re
+
+from records.schema import RecordError
+
+WRITTEN_SECTIONS = ("What changed", "Why it works")  # of a record's README
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table with aligned columns, readable in a terminal too; the first column is text, the rest numbers."""
+    cells = [head, *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(head))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def line(row: list[str]) -> str:
+        aligned = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+        return "| " + " | ".join(aligned) + " |"
+
+    return "\n".join(line(row) for row in [head, rule, *cells[1:]])
+
+
+def section(name: str) -> re.Pattern:
+    return re.compile(rf"<!-- {name} -->\n(.*?)\n?<!-- /{name} -->", re.S)
+
+
+def between(text: str, name: str) -> str | None:
+    """What stands between the markers; None where there are none."""
+    match = section(name).search(text)
+    return match[1] if match else None
+
+
+def marked(name: str, content: str) -> str:
+    return f"<!-- {name} -->\n{content}\n<!-- /{name} -->"
+
+
+def titled(text: str, title: str) -> str | None:
+    """What stands under the heading `## title`, up to the next heading; None where there is no such heading."""
+    match = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", text, re.M | re.S)
+    return match[1].strip() if match else None
+
+
+def replace_between(text: str, name: str, content: str) -> str:
+    if between(text, name) is None:
+        raise RecordError(f"no lines <!-- {name} --> and <!-- /{name} -->; put them where the table is to stand")
+    return section(name).sub(lambda _: marked(name, content), text, count=1)

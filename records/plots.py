@@ -1,0 +1,269 @@
+"""The pictures of runs, by matplotlib: loss against time and tokens, step times, the schedule, the best times over dates.
+
+Every figure takes groups, {legend: runs of one configuration}, and draws the mean of a group as a line and the range of
+its runs as a band. Groups differ in colour, dash and marker, so that they can be told apart in print as well.
+"""
+import io
+import re
+import textwrap
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.dates import DateFormatter
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FormatStrFormatter, MaxNLocator
+from scipy import stats
+
+from records.schedule import panels
+from records.schema import RecordError, Run
+from records.stats import SIGNIFICANCE, describe
+
+plt.switch_backend("Agg")  # files only: no window, no display needed
+
+Groups = dict[str, list[Run]]
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: safe for the colour-blind
+DASHES = ["-", "--", "-.", ":"]
+MARKERS = "osD^vP"
+INK = "#1a1b1e"  # of text, axes and reference lines; in a page's SVG it becomes the page's own text colour
+STYLE = {
+    "figure.figsize": (4.4, 3.3),  # inches: a column of print, and text of a readable size on a phone
+    "figure.constrained_layout.use": True, "savefig.dpi": 250,
+    "font.family": "sans-serif", "font.size": 9, "legend.fontsize": 8, "legend.frameon": False,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.color": INK,
+    "grid.linewidth": 0.5, "lines.linewidth": 1.4, "lines.markersize": 4,
+    "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
+    "svg.fonttype": "none", "svg.hashsalt": "records",  # text stays text, and the same runs give the same file
+}
+
+
+def figures(groups: Groups) -> dict[str, Figure]:
+    """File name -> figure, all that the groups' logs have data for."""
+    with plt.rc_context(STYLE):
+        drawn = {"loss-time": loss_figure(groups, "time"), "loss-tokens": loss_figure(groups, "tokens"),
+                 "final-loss": final_loss_figure(groups), "step-time": step_time_figure(groups),
+                 "schedule": schedule_figure(groups)}
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def having(groups: Groups, has: Callable[[Run], bool]) -> Groups:
+    """The groups' runs that have what is to be drawn, without groups that have none."""
+    kept = {name: [run for run in runs if has(run)] for name, runs in groups.items()}
+    return {name: runs for name, runs in kept.items() if runs}
+
+
+def legend_of(what: str, name: str, groups: Groups) -> str:
+    """"baseline: validation, mean and range of 5 runs"; a group that stands alone needs no name."""
+    runs = groups[name]
+    count = f"mean and range of {len(runs)} runs" if len(runs) > 1 else "1 run"
+    unfinished = sum(not run.finished for run in runs)
+    return ((f"{name}: " if len(groups) > 1 else "") + f"{what}, {count}"
+            + (f" ({unfinished} unfinished)" if unfinished else ""))
+
+
+def legend_above(axes: plt.Axes) -> None:
+    """The legend between title and axes, where it cannot cover a curve."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=1)
+
+
+def draw(axes: plt.Axes, index: int, curves: list[tuple[np.ndarray, np.ndarray]], label: str, marker: bool = True) -> None:
+    """One group: curves (x, y) of its runs as mean line and range band; the k-th points of all runs belong together.
+
+    Where some runs have ended already, an unfinished one for instance, the others go on alone.
+    """
+    padded = np.full((2, len(curves), max(len(x) for x, _ in curves)), np.nan)
+    for run, (x, y) in enumerate(curves):
+        padded[:, run, :len(x)] = x, y
+    x, y = np.nanmean(padded[0], axis=0), padded[1]
+    color = COLORS[index % len(COLORS)]
+    axes.plot(x, np.nanmean(y, axis=0), color=color, linestyle=DASHES[index % len(DASHES)], label=label,
+              marker=MARKERS[index % len(MARKERS)] if marker else None)
+    if len(curves) > 1:
+        axes.fill_between(x, np.nanmin(y, axis=0), np.nanmax(y, axis=0), color=color, alpha=0.25, linewidth=0)
+
+
+def loss_figure(groups: Groups, against: str) -> Figure | None:
+    """Validation loss against timed seconds or against tokens; with one group, its smoothed training loss as well."""
+    key = "time_s" if against == "time" else "tokens"
+    shown = having(groups, lambda run: len(run.validations.get(key, [])) > 0)
+    if not shown:
+        return None
+    curves = {name: [(run.validations[key], run.validations["loss"]) for run in runs] for name, runs in shown.items()}
+    figure, axes = plt.subplots()
+    for index, name in enumerate(shown):
+        draw(axes, index, curves[name], legend_of("validation", name, shown))
+    limits = [y[x > 0] for group in curves.values() for x, y in group]
+    trained = [run for run in next(iter(shown.values())) if len(run.steps.get("loss", []))]
+    if len(shown) == 1 and trained:
+        width = 1 + len(trained[0].steps["loss"]) // 40
+        training = [(run.step_time_s if against == "time" else run.steps["tokens"], smooth(run.steps["loss"], width))
+                    for run in trained]
+        draw(axes, 1, training, "training" + (f", mean of {width} steps" if width > 1 else ""), marker=False)
+        limits += [y[len(y) // 8:] for _, y in training]
+    limit_loss(axes, np.concatenate([*limits, list(draw_targets(axes, shown))]))
+    axes.set_ylabel("loss (nats/token)")
+    axes.set_xlabel("training time (s)" if against == "time" else "training tokens")
+    if against == "tokens":
+        axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+    legend_above(axes)
+    return figure
+
+
+def draw_targets(axes: plt.Axes, groups: Groups) -> set[float]:
+    targets = {run.header["target"] for runs in groups.values() for run in runs if run.header.get("target")}
+    for target in sorted(targets):
+        axes.axhline(target, color=INK, linewidth=1, linestyle=(0, (1, 2)), label=f"target {target:g}")
+    return targets
+
+
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean of the last `width` values, of fewer at the beginning."""
+    total = np.cumsum(np.concatenate([[0.0], values]))
+    low = np.maximum(np.arange(len(values)) + 1 - width, 0)
+    high = np.arange(len(values)) + 1
+    return (total[high] - total[low]) / (high - low)
+
+
+def limit_loss(axes: plt.Axes, values: np.ndarray) -> None:
+    """Fit the axis to `values`, which leave out the untrained model's loss: it would flatten all the rest."""
+    values = values[np.isfinite(values)]
+    if len(values) and np.ptp(values):
+        axes.set_ylim(values.min() - 0.06 * np.ptp(values), values.max() + 0.1 * np.ptp(values))
+
+
+def final_loss_figure(groups: Groups) -> Figure | None:
+    """The last loss of every finished run, with each group's mean and its 95% interval: what a t-test looks at.
+
+    None without two runs in a group: there is nothing to test.
+    """
+    shown = having(groups, lambda run: run.finished and np.isfinite(run.loss))
+    losses = {name: [run.loss for run in runs] for name, runs in shown.items()}
+    if max(map(len, losses.values()), default=0) < 2:
+        return None
+    figure, axes = plt.subplots()
+    for index, name in enumerate(shown):
+        values, sample = losses[name], describe(losses[name])
+        prefix = f"{name}: " if len(shown) > 1 else ""
+        color = COLORS[index % len(COLORS)]
+        axes.plot(np.full(len(values), float(index)), values, MARKERS[index % len(MARKERS)], color=color, alpha=0.6,
+                  linestyle="", label=f"{prefix}each run")
+        if sample.standard_error:
+            half = stats.t.ppf(0.975, sample.n - 1) * sample.standard_error
+            axes.errorbar(index + 0.2, sample.mean, half, fmt="_", color=color, capsize=4, markersize=12,
+                          label=f"{prefix}mean of {sample.n}, 95% interval")
+    draw_targets(axes, shown)
+    axes.set_xlim(-0.6, len(shown) - 0.2)
+    axes.set_xticks(range(len(shown)), [f"n = {len(losses[name])}" for name in shown])
+    axes.set_ylabel("last validation loss (nats/token)")
+    axes.set_xlabel("runs")
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%.4f"))
+    legend_above(axes)
+    return figure
+
+
+def step_time_figure(groups: Groups) -> Figure | None:
+    """Milliseconds of each step. What exceeds the axis is counted in the legend, never silently cut off."""
+    shown = having(groups, lambda run: len(run.steps["ms"]) > 0)
+    if not shown:
+        return None
+    everything = np.concatenate([run.steps["ms"] for runs in shown.values() for run in runs])
+    top = 1.3 * np.quantile(everything, 0.98)
+    figure, axes = plt.subplots()
+    for index, (name, runs) in enumerate(shown.items()):
+        label = legend_of("step time", name, shown)
+        draw(axes, index, [(run.steps["step"], run.steps["ms"]) for run in runs], label, marker=False)
+    axes.set_ylim(0, top)
+    above = everything[everything > top]
+    if len(above):
+        counted = "1 step" if len(above) == 1 else f"{len(above)} steps"
+        axes.plot([], [], " ", label=f"{counted} above the axis, up to {above.max():.0f} ms")
+    axes.set_ylabel("time of a step (ms)")
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend_above(axes)
+    return figure
+
+
+def schedule_figure(groups: Groups) -> Figure | None:
+    """Learning rate, batch, windows and momentum over the steps, of each group's first run."""
+    shown = {name: panels(runs[0]) for name, runs in groups.items()}
+    titles = list(dict.fromkeys(title for drawn, _ in shown.values() for title, _ in drawn))
+    if not titles:
+        return None
+    figure, all_axes = plt.subplots(len(titles), sharex=True, squeeze=False, figsize=(4.4, 0.6 + 1.6 * len(titles)))
+    for axes, title in zip(all_axes[:, 0], titles):
+        count = 0
+        for name, (drawn, _) in shown.items():
+            for legend, values in dict(drawn).get(title, {}).items():
+                label = legend if len(groups) == 1 else f"{name}: {legend}"
+                axes.step(groups[name][0].steps["step"], values, where="mid", label=label,
+                          color=COLORS[count % len(COLORS)], linestyle=DASHES[count % len(DASHES)])
+                count += 1
+        axes.set_ylabel(title)
+        if axes.dataLim.y0 < 0.5 * axes.dataLim.y1:  # momentum moves too little to be seen from zero
+            axes.set_ylim(bottom=0)
+        legend_above(axes)
+        if "tokens" in title:
+            axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
+    all_axes[-1, 0].set_xlabel("step")
+    all_axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    notes = dict.fromkeys(note for _, note in shown.values() if note)
+    if notes:
+        lines = [line for note in notes for line in textwrap.wrap(note, 64)]
+        figure.text(0.02, -0.01, "\n".join(lines), va="top", fontsize=8)
+    return figure
+
+
+def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure:
+    """The best time so far over dates; `series` maps a machine, preset and target to its records' (date, mean s, proven).
+
+    Proven are those whose loss is below the target by the t-test; they make the line, the others are hollow marks.
+    """
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots()
+        for index, (name, points) in enumerate(series.items()):
+            style = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
+            shown = sorted(point for point in points if point[2])
+            if shown:
+                best = np.minimum.accumulate([time_s for _, time_s, _ in shown])
+                axes.step([day for day, _, _ in shown], best, where="post", linestyle=DASHES[index % len(DASHES)],
+                          label=f"best: {name}", **style)
+            unproven = [(day, time_s) for day, time_s, proven in points if not proven]
+            if unproven:
+                axes.plot(*zip(*unproven), linestyle="", fillstyle="none", label=f"no p < {SIGNIFICANCE:g}: {name}", **style)
+        axes.set_ylim(0, 1.1 * max(time_s for points in series.values() for _, time_s, _ in points))
+        days = sorted(day for points in series.values() for day, _, _ in points)
+        axes.set_xticks(list(dict.fromkeys([days[0], days[0] + (days[-1] - days[0]) / 2, days[-1]])))
+        axes.xaxis.set_major_formatter(DateFormatter("%Y-%m-%d"))
+        axes.set_ylabel("mean training time (s)")
+        axes.set_xlabel("date")
+        legend_above(axes)
+    return figure
+
+
+def save(drawn: dict[str, Figure], folder: Path) -> list[Path]:
+    """Write each figure as PNG and SVG on white, for print; returns the files."""
+    if not drawn:
+        raise RecordError("nothing to plot: the logs hold neither a validation nor a step yet")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for name, figure in drawn.items():
+        for path, options in ((folder / f"{name}.png", {}), (folder / f"{name}.svg", {"metadata": {"Date": None}})):
+            with plt.rc_context(STYLE):
+                figure.savefig(path, bbox_inches="tight", **options)
+            files.append(path)
+        plt.close(figure)
+    return files
+
+
+def page_svg(figure: Figure, name: str) -> str:
+    """The figure as SVG to stand inside a page: transparent, in the page's text colour, with ids that begin with `name`."""
+    buffer = io.StringIO()
+    with plt.rc_context(STYLE):
+        figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
+    plt.close(figure)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg"):].replace(INK, "currentColor")
+    return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)

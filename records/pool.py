@@ -1,0 +1,100 @@
+"""Which runs may be pooled into one sample, where two runs differ, and the statistics of a sample as data and as text."""
+import math
+from collections import Counter
+from dataclasses import asdict
+
+from records.schema import RecordError, Run, differences, flatten, last_part
+from records.stats import SIGNIFICANCE, TARGET, describe, more_runs, p_below, verdict
+
+NOT_CONFIGURATION = frozenset({"seed", "name"})  # settings in which runs of one configuration may differ
+
+
+def require_sample(runs: list[Run], what: str = "the runs") -> None:
+    """RecordError unless the runs are finished, finite, of one configuration and sources, and each of its own seed."""
+    for run in runs:
+        if not run.finished:
+            raise RecordError(f"{run.label}: {'; '.join(run.warnings)}. Statistics take finished runs: leave it out")
+        if not math.isfinite(run.loss):
+            raise RecordError(f"{run.label}: its loss is {run.loss}: the run diverged, and a mean would hide that")
+    seeds = Counter(run.seed for run in runs if run.seed is not None)
+    repeated = {seed: [run.label for run in runs if run.seed == seed] for seed, count in seeds.items() if count > 1}
+    if repeated:
+        listed = "; ".join(f"seed {seed}: {', '.join(labels)}" for seed, labels in repeated.items())
+        raise RecordError(f"{what} repeat seeds, which makes the spread look smaller than it is ({listed}); "
+                          "leave out all but one of each")
+    require_one_configuration(runs, what)
+
+
+def require_one_configuration(runs: list[Run], what: str) -> None:
+    for run in runs[1:]:
+        clashes = configuration_differences(runs[0], run)
+        if clashes:
+            raise RecordError(f"{what} mix configurations: {runs[0].label} and {run.label} differ in "
+                              + list_clashes(clashes))
+
+
+def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:
+    """Setting -> (in a, in b) where two runs differ in more than seed and name; "sources" where their code differs."""
+    ignored = frozenset(key for key in flatten(a.header["config"]) if last_part(key) in NOT_CONFIGURATION)
+    fields = ("preset", "world_size", "attention", "fp8", "target", "sources")
+    return (differences(a.header["config"], b.header["config"], ignored)
+            | differences({key: a.header.get(key) for key in fields}, {key: b.header.get(key) for key in fields}))
+
+
+def environment_differences(a: Run, b: Run) -> dict[str, tuple]:
+    """Key -> (in a, in b) where machine, driver or versions differ; nothing that a foreign log does not say."""
+    fields = ("devices", "driver", "versions")
+    found = differences({key: a.header.get(key) for key in fields}, {key: b.header.get(key) for key in fields})
+    return {key: pair for key, pair in found.items() if None not in pair or not (a.foreign or b.foreign)}
+
+
+def list_clashes(clashes: dict[str, tuple], most: int = 6) -> str:
+    def short(value: object) -> str:
+        text = str(value)
+        return text if len(text) <= 40 else text[:12] + "…"  # hashes and long lists
+
+    listed = [f"{key} ({short(a)} / {short(b)})" for key, (a, b) in clashes.items()]
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def summarize(runs: list[Run], target: float | None = None) -> dict:
+    """The statistics of one configuration's runs, ready for JSON; RecordError where they may not be pooled."""
+    require_sample(runs)
+    if target is None:
+        target = TARGET if runs[0].foreign else runs[0].header["target"]
+    losses, times = [run.loss for run in runs], [run.time_s for run in runs]
+    notes = [f"{run.label}: {warning}" for run in runs for warning in run.warnings]
+    if any(run.seed is None for run in runs):
+        notes.append("foreign logs carry no seed: that the runs are distinct cannot be checked")
+    machines = [environment_differences(runs[0], run) for run in runs[1:]]
+    if any(machines):
+        notes.append("the runs' environments differ, so their times are not comparable: "
+                     + list_clashes(next(filter(None, machines))))
+    return {"n": len(runs), "seeds": [run.seed for run in runs], "target": target, "losses": losses, "times_s": times,
+            "loss": asdict(describe(losses)), "time_s": asdict(describe(times)), "p": p_below(losses, target),
+            "significance": SIGNIFICANCE, "more_runs": more_runs(losses, target), "verdict": verdict(losses, target),
+            "notes": notes}
+
+
+def number_text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def spread_text(sample: dict, digits: int, unit: str) -> str:
+    """"mean 3.2791 nats/token, standard deviation 0.0013, standard error 0.0004", or that n = 1 has none."""
+    mean = f"mean {sample['mean']:.{digits}f} {unit}"
+    if sample["n"] == 1:
+        return mean + ", no spread (n = 1)"
+    return (f"{mean}, standard deviation {sample['standard_deviation']:.{digits}f}, "
+            f"standard error {sample['standard_error']:.{digits}f}")
+
+
+def summary_text(summary: dict) -> str:
+    p = "no t-test" if summary["p"] is None else f"p = {summary['p']:.2g}"
+    seeds = ", ".join("?" if seed is None else str(seed) for seed in summary["seeds"])
+    lines = [f"n        {summary['n']} (seeds {seeds})",
+             f"loss     {spread_text(summary['loss'], 4, 'nats/token')}",
+             f"time     {spread_text(summary['time_s'], 3, 's')}",
+             f"target   {number_text(summary['target'], 'g')}: {p} (one-sided t-test of \"the mean is above the target\")",
+             f"verdict  {summary['verdict']}"]
+    return "\n".join(lines + [f"note     {note}" for note in summary["notes"]])

@@ -1,0 +1,162 @@
+"""Record folders: made from finished runs and loaded; `check.py` holds them against their own logs.
+
+    records/2026-11-21_first/
+        README.md       what changed, why it works, and a generated table of the runs
+        record.json     FIELDS, every number recomputable from the logs
+        runs/<run>/log.jsonl
+        sources/…       the program that all of these runs ran, once
+"""
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from records import markdown
+from records.logs import find_logs, read_log
+from records.pool import require_sample, summarize
+from records.schema import LOG_NAME, NUMBER, RecordError, Run, check_fields
+from records.sources import hash_sources, source_files
+from records.stats import SIGNIFICANCE
+
+RECORDS = Path(__file__).parent  # where record folders, `runs/` and `index.html` live; the README is one level up
+RECORD_SCHEMA = 1
+FIELDS = {
+    "schema": int, "title": str, "date": str, "contributors": list, "parent": str | None, "hardware": list,
+    "driver": str | None, "versions": dict, "commit": str | None, "preset": str, "sources": str, "target": NUMBER | None,
+    "seeds": list, "runs": list, "mean_loss": NUMBER, "standard_deviation_loss": NUMBER | None, "mean_time_s": NUMBER,
+    "standard_deviation_time_s": NUMBER | None, "p_value": NUMBER | None,
+}
+RUN_FIELDS = {"log": str, "seed": int, "loss": NUMBER, "time_s": NUMBER}  # of each of "runs"
+UNWRITTEN = "_To be written._"
+
+
+@dataclass
+class Record:
+    """A record folder that could be loaded."""
+    folder: Path
+    data: dict  # record.json
+    runs: list[Run]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def readme(self) -> str:
+        """The text of its README.md, "" where there is none."""
+        path = self.folder / "README.md"
+        return path.read_text() if path.exists() else ""
+
+
+def runs_folder(root: Path) -> Path:
+    """Where train_gpt.py puts its runs: RUNS_PATH, else `root/runs`."""
+    return Path(os.environ.get("RUNS_PATH", root / "runs"))
+
+
+def folders(root: Path) -> list[Path]:
+    """The record folders of `root`, oldest first: those named <date>_<name>."""
+    return sorted(p for p in root.glob("????-??-??_*") if p.is_dir())
+
+
+def load(folder: Path) -> Record:
+    """RecordError unless `folder` holds a well-formed record.json and readable logs; numbers are checked by `check`."""
+    folder = folder.resolve()  # its name counts, also where it is given as "."
+    path = folder / "record.json"
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise RecordError(f"{folder}: no record.json; `python -m records new` makes a record of finished runs") from None
+    except json.JSONDecodeError as error:
+        raise RecordError(f"{path}: not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("schema") != RECORD_SCHEMA:
+        raise RecordError(f"{path}: these tools read a JSON object with schema {RECORD_SCHEMA}")
+    check_fields(data, FIELDS, f"{path}:")
+    unknown = sorted(data.keys() - FIELDS.keys())
+    if unknown:
+        raise RecordError(f"{path}: unknown {', '.join(unknown)}; schema {RECORD_SCHEMA} has no such fields")
+    for run in data["runs"]:
+        check_fields(run, RUN_FIELDS, f"{path}: a run")
+    try:
+        date.fromisoformat(data["date"])
+    except ValueError:
+        raise RecordError(f"{path}: date {data['date']!r} is not of the form 2026-11-21") from None
+    runs = [read_log(log) for log in find_logs(folder / "runs")]
+    if any(run.foreign for run in runs):
+        raise RecordError(f"{folder}: a record holds logs of this project's program, not foreign ones")
+    return Record(folder, data, runs)
+
+
+def load_all(root: Path) -> list[Record]:
+    return [load(folder) for folder in folders(root)]
+
+
+def record_data(runs: list[Run], written: dict) -> dict:
+    """record.json for these runs: `written` (title, date, contributors, parent) and all that follows from the logs."""
+    summary, header = summarize(runs), runs[0].header
+    return {
+        "schema": RECORD_SCHEMA, **{key: written[key] for key in ("title", "date", "contributors", "parent")},
+        "hardware": header["devices"], **{key: header[key] for key in ("driver", "versions", "commit", "preset")},
+        "sources": header["sources"], "target": summary["target"], "seeds": summary["seeds"],
+        "runs": [{"log": f"runs/{run.label}/{LOG_NAME}", "seed": run.seed, "loss": run.loss, "time_s": run.time_s}
+                 for run in runs],
+        "mean_loss": summary["loss"]["mean"], "standard_deviation_loss": summary["loss"]["standard_deviation"],
+        "mean_time_s": summary["time_s"]["mean"], "standard_deviation_time_s": summary["time_s"]["standard_deviation"],
+        "p_value": summary["p"],
+    }
+
+
+def result_table(data: dict) -> str:
+    """What a record's README says of its numbers: a row a run, then mean and standard deviation, then the test."""
+    rows = [[str(run["seed"]), f"{run['loss']:.4f}", f"{run['time_s']:.3f}"] for run in data["runs"]]
+    rows.append(["mean", f"{data['mean_loss']:.4f}", f"{data['mean_time_s']:.3f}"])
+    if len(data["runs"]) > 1:
+        rows.append(["standard deviation", f"{data['standard_deviation_loss']:.4f}",
+                     f"{data['standard_deviation_time_s']:.3f}"])
+    return markdown.table(["seed", "loss (nats/token)", "time (s)"], rows) + "\n\n" + significance_line(data)
+
+
+def is_proven(data: dict) -> bool:
+    """Whether the t-test shows the mean loss to be below the target."""
+    return data["p_value"] is not None and data["p_value"] < SIGNIFICANCE
+
+
+def significance_line(data: dict) -> str:
+    n, target = len(data["runs"]), data["target"]
+    if target is None:
+        return f"n = {n}; no target, so nothing to test."
+    if n == 1:
+        return f"n = 1: one run shows no spread, so nothing is known about significance against {target:g}."
+    p = "none, the losses are equal" if data["p_value"] is None else f"p = {data['p_value']:.2g}"
+    return f"n = {n}; one-sided t-test of \"the mean is above {target:g}\": {p}."
+
+
+def create(runs: list[Run], root: Path, name: str, written: dict, changed: str = "", why: str = "") -> Path:
+    """Make `root/<date>_<name>` of finished runs of one configuration; returns the folder. RecordError if it exists."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
+        raise RecordError(f"name {name!r}: letters, digits, '-' and '.' only, as it becomes a folder's name")
+    if any(run.foreign for run in runs):
+        raise RecordError("a record needs logs of this project's program; foreign logs go to stats, compare and plot")
+    require_sample(runs)
+    written = {"date": runs[0].header["started"][:10], "contributors": [], "parent": None, **written}
+    folder = root / f"{written['date']}_{name}"
+    if folder.exists():
+        raise RecordError(f"{folder}: exists; choose another --name or remove it")
+    sources = runs[0].path.parent.parent / "sources" / runs[0].header["sources"]
+    files = source_files(sources) if sources.is_dir() else {}
+    if hash_sources(files) != runs[0].header["sources"]:
+        raise RecordError(f"{sources}: not the sources that the runs ran ({'changed since' if files else 'not there'})")
+    data = record_data(runs, written)
+    for path, contents in files.items():
+        (folder / "sources" / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "sources" / path).write_bytes(contents)
+    for run in runs:
+        (folder / "runs" / run.label).mkdir(parents=True)
+        shutil.copy(run.path, folder / "runs" / run.label / LOG_NAME)
+    (folder / "record.json").write_text(json.dumps(data, indent=2) + "\n")
+    (folder / "README.md").write_text(
+        f"# {written['title']}\n\n## What changed\n\n{changed or UNWRITTEN}\n\n## Why it works\n\n{why or UNWRITTEN}\n\n"
+        f"## Result\n\n{markdown.marked('result', result_table(data))}\n")
+    return folder
