@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# From an empty machine to a trained model:
+#   ./run.sh [--name value ...]     environment, data, hardware, then training through torchrun; settings are passed on
+#   ./run.sh test [arguments]       what the tests need, then pytest
+# PYTHON=/path/to/python uses that interpreter and what is installed for it, and installs nothing.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+die() { echo "run.sh: $*" >&2; exit 2; }
+
+gpus=0
+if command -v nvidia-smi >/dev/null 2>&1; then
+    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true); fi
+fi
+
+# Install once: the stamp names the requirements, the kind of torch and whether the tests' needs are in.
+make_environment() {
+    local wanted=$1 torch stamp base
+    torch=$(grep '^torch==' requirements.txt)
+    stamp="$(cksum <requirements.txt) gpus=$((gpus > 0))"
+    if grep -qxF "$stamp all" .venv/stamp 2>/dev/null || grep -qxF "$stamp $wanted" .venv/stamp 2>/dev/null; then return; fi
+    for base in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
+        if "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then break; fi
+    done
+    "$base" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || die "needs Python 3.10 or newer; install it, or set PYTHON"
+    if [ ! -x .venv/bin/pip ]; then
+        echo "run.sh: making the environment in .venv (once)" >&2
+        "$base" -m venv .venv || die "cannot make a virtual environment; on Debian and Ubuntu: apt-get install python3-venv"
+    fi
+    rm -f .venv/stamp
+    pip() { .venv/bin/python -m pip install -q --disable-pip-version-check "$@"; }
+    # Where there is no NVIDIA driver only a CPU build will do: the default one on Linux brings gigabytes of CUDA.
+    if [ "$gpus" = 0 ] && [ "$(uname)" = Linux ]; then
+        pip "$torch+cpu" 2>/dev/null || pip --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" ||
+            die "no CPU build of $torch to be had; check the network, or set PYTHON to an interpreter that has torch"
+    fi
+    if [ "$wanted" = all ]; then pip -r requirements.txt; else pip -r <(sed '/^$/q' requirements.txt); fi ||
+        die "pip failed; mend what it says above and run the same command again"
+    echo "$stamp $wanted" >.venv/stamp
+}
+
+tests=0
+if [ "${1-}" = test ]; then tests=1; shift; fi
+if [ -n "${PYTHON-}" ]; then
+    python=$PYTHON
+else
+    make_environment "$([ $tests = 1 ] && echo all || echo core)"
+    python=.venv/bin/python
+fi
+if [ $tests = 1 ]; then exec "$python" -m pytest -q tests "$@"; fi
+
+# Ranks: a power of two that the hardware has. The CPU's two ranks share its cores.
+ranks=2
+if [ "$gpus" -gt 0 ]; then
+    for ranks in 8 4 2 1; do if [ "$ranks" -le "$gpus" ]; then break; fi; done
+fi
+cores=$(getconf _NPROCESSORS_ONLN)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
+
+# On a GPU the default is the speedrun on FineWeb: fetch it where there are no shards yet, unless other data is asked for.
+case " $*" in *" --preset"*|*" --data_path"*|*" --help"*) ;; *)
+    shards=${DATA_PATH:-data/shards/fineweb}
+    if [ "$gpus" -gt 0 ] && ! compgen -G "$shards/*train_*.bin" >/dev/null; then
+        echo "run.sh: no shards in $shards: fetching FineWeb (to train on the embedded corpus instead: ./run.sh --preset cpu)" >&2
+        "$python" -m data.fineweb --out "$shards"
+    fi ;;
+esac
+
+# torchrun itself, without its stack trace when a rank has already said in one line what is wrong.
+exec "$python" -c '
+import logging, sys
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main
+logging.disable(logging.CRITICAL)
+try:
+    main(sys.argv[1:])
+except ChildFailedError as error:
+    sys.exit(max(error.get_first_failure()[1].exitcode, 1))
+except SignalException:
+    sys.exit(130)
+' --standalone --nproc_per_node="$ranks" train_gpt.py "$@"

@@ -1,0 +1,62 @@
+"""What the tests share: a tiny configuration with every part of the big model, token shards of made-up bytes, launchers."""
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"            # read when Triton is imported: its kernels then run on the CPU
+
+import train_gpt  # noqa: E402
+from data.shards import write_shard  # noqa: E402
+
+TINY = ("--width 64 --head_dim 32 --bigram_rows 1024 --micro_batches 8 --steps 6 --extra_steps 2 --batch_tokens 1024,2048,3072 "
+        "--sequence_length 64,128,128 --window_block 16 --momentum_warmup 3 --momentum_cooldown 2 --val_tokens 2048 --val_every 3 "
+        "--val_chunk 512 --val_sequence_length 256").split()
+
+
+def write_documents(folder: Path, lengths: dict[str, list[int]], seed: int = 0) -> Path:
+    """Shards by name, each of documents of the given lengths (start token included) of random lowercase bytes."""
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, documents in lengths.items():
+        tokens = [np.concatenate([[256], rng.integers(97, 123, n - 1)]) for n in documents]
+        write_shard(folder / f"{name}.bin", np.concatenate(tokens))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> Path:
+    rng = np.random.default_rng(1)
+    lengths = {f"train_{i:06d}": rng.integers(2, 300, 120).tolist() for i in range(3)}
+    return write_documents(tmp_path_factory.mktemp("shards"), lengths | {"val_000000": rng.integers(2, 600, 30).tolist()})
+
+
+@pytest.fixture
+def config(shards) -> train_gpt.Config:
+    return replace(train_gpt.parse_config(["--preset", "cpu", *TINY, "--data_path", str(shards), "--write_log", "false"]), seed=3)
+
+
+@pytest.fixture
+def trainer(config) -> train_gpt.Trainer:
+    return train_gpt.Trainer(config, train_gpt.World())
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a command that is tested: one thread a process, no data or run folders of the person who tests."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("DATA_PATH", "RUNS_PATH", "DISABLE_FP8", "RANK", "WORLD_SIZE")}
+    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHON": sys.executable} | variables
+
+
+def command(*arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess:
+    """Run `python train_gpt.py` with these arguments; for its output, errors and exit status."""
+    return subprocess.run([sys.executable, "train_gpt.py", *arguments], cwd=ROOT, env=environment(**variables), timeout=timeout,
+                          capture_output=True, text=True)

@@ -1,0 +1,93 @@
+"""A local server that speaks as much of the hub's protocol as huggingface_hub needs to fetch files, and can misbehave.
+
+As on the hub, `resolve` answers with the file's commit, size and SHA-256 and sends the client to another host for the
+bytes, which honours Range. It offers no Xet store, so that the client uses plain HTTP.
+"""
+import hashlib
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class HubServer(ThreadingHTTPServer):
+    """Serves `files` (name -> bytes) until the end of the `with` block.
+
+    `faults` (name -> list) are used up one a request of a file's bytes: "cut" ends the connection at half, "500" answers
+    so, "short" leaves out the end of the file, "flip" changes one byte, "hang" never answers. `head_faults` (name -> list
+    of status codes) does the same for metadata. `sha256` False publishes no SHA-256, `sizes` other sizes than the true
+    ones. `requests` records (method, name, Range or None).
+    """
+    daemon_threads = True
+
+    def __init__(self, files: dict[str, bytes], delay: float = 0.0) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files, self.delay = files, delay
+        self.faults: dict[str, list[str]] = {}
+        self.head_faults: dict[str, list[int]] = {}
+        self.sizes: dict[str, int] = {}
+        self.sha256 = True
+        self.requests: list[tuple[str, str, str | None]] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.store = f"http://localhost:{self.server_port}/store"
+
+    def __enter__(self) -> "HubServer":
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def fetched(self) -> list[str]:
+        """Names of the files whose bytes were asked for, sorted."""
+        return sorted(name for method, name, _ in self.requests if method == "GET")
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: HubServer
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def answer(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def do_HEAD(self) -> None:
+        hub, name = self.server, self.path.rsplit("/", 1)[1]
+        hub.requests.append(("HEAD", name, None))
+        if hub.head_faults.get(name):
+            return self.answer(hub.head_faults[name].pop(0), {"Content-Length": "0"})
+        content = hub.files.get(name)
+        if content is None or "/datasets/kjj0/fineweb10B-gpt2/resolve/" not in self.path:
+            return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT, "Content-Length": "0"})
+        digest = hashlib.sha256(content).hexdigest() if hub.sha256 else hashlib.sha1(content).hexdigest()
+        self.answer(302, {"X-Repo-Commit": COMMIT, "X-Linked-Size": str(hub.sizes.get(name, len(content))),
+                          "X-Linked-Etag": f'"{digest}"', "Location": f"{hub.store}/{name}", "Content-Length": "0"})
+
+    def do_GET(self) -> None:
+        hub, name = self.server, self.path.rsplit("/", 1)[1]
+        if not self.path.startswith("/store/"):  # the client asks for other things too, and lives without them
+            return self.answer(404, {"Content-Length": "0"})
+        hub.requests.append(("GET", name, self.headers.get("Range")))
+        time.sleep(hub.delay)
+        content, fault = hub.files[name], (hub.faults.get(name) or [None]).pop(0)
+        if fault == "500":
+            return self.answer(500, {"Content-Length": "0"})
+        if fault == "hang":
+            time.sleep(60)
+        if fault == "short":
+            content = content[:-1000]
+        if fault == "flip":
+            middle = len(content) // 2 & ~1  # the low byte of an id
+            content = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1:]
+        start = int(self.headers["Range"].removeprefix("bytes=").split("-")[0]) if "Range" in self.headers else 0
+        headers = {"Content-Length": str(len(content) - start), "Accept-Ranges": "bytes"}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        self.answer(206 if start else 200, headers)
+        self.wfile.write(content[start:len(content) // 2 if fault == "cut" else None])

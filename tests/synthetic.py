@@ -1,0 +1,92 @@
+"""Made-up runs for the tests of `records`: valid logs of a training that never was. As a program it acts as a trainer."""
+import argparse
+import json
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+
+from records.__main__ import main as records_main
+from records.sources import hash_sources
+
+SOURCES = {"train_gpt.py": b"print('made up')\n", "kernels/xxt.py": b"# made up\n"}
+BATCHES = (131_072, 262_144, 393_216)
+
+
+def write_run(runs: Path, name: str = "first", seed: int = 0, *, settings: dict | None = None, command: list | None = None,
+              steps: int = 60, pace_ms: float = 30.0, level: float = 3.275, noise: float = 0.0012, sources: dict = SOURCES,
+              header: dict | None = None, day: datetime = datetime(2026, 11, 21, 10)) -> Path:
+    """Write one finished run and its sources under `runs`; returns its log. The loss ends near `level` ± `noise`."""
+    lines = made_up_lines(name, seed, settings or {}, command, steps, pace_ms, level, noise, hash_sources(sources), day)
+    lines[0] |= header or {}
+    kept = runs / "sources" / lines[0]["sources"]
+    for path, contents in sources.items():
+        (kept / path).parent.mkdir(parents=True, exist_ok=True)
+        (kept / path).write_bytes(contents)
+    while (folder := runs / f"{day:%Y%m%d-%H%M%S}-{name}").exists():
+        day += timedelta(seconds=1)
+    folder.mkdir(parents=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "log.jsonl"
+
+
+def stage_of(step: int, steps: int) -> int:
+    return 3 * (step - 1) // steps
+
+
+def learning_rate(step: int, steps: int) -> float:
+    return (1.0, 1.52, 1.73)[stage_of(step, steps)] * min(1.0, 0.15 + 1.42 * (1 - step / steps))
+
+
+def made_up_lines(name, seed, settings, command, steps, pace_ms, level, noise, sources, day) -> list[dict]:
+    random = np.random.default_rng(list(f"{seed} {steps} {level}".encode()))
+    level += noise * random.standard_normal()
+    config = {"steps": steps - 2, "extra_steps": 2, "seed": seed, "name": name, "batch_tokens": list(BATCHES),
+              "windows": [[1, 3], [3, 7], [5, 11]], "adam": {"lr": 0.008}, "lr": 0.023, **settings}
+    lines = [{"kind": "header", "schema": 1, "name": name, "started": day.isoformat(), "preset": "made-up", "config": config,
+              "seed": seed, "command": command or ["train_gpt.py", "--seed", str(seed), "--name", name], "target": 3.28,
+              "world_size": 4, "devices": ["NVIDIA H200"] * 4, "driver": "580.95",
+              "versions": {"python": "3.11.7", "torch": "2.13.0", "cuda": "13.0", "triton": "3.6.0", "numpy": "2.4.6",
+                           "flash_attn": None}, "commit": "0fbd1fe", "dirty": False, "sources": sources,
+              "attention": "varlen", "fp8": True, "parameters": 275_000_000}]
+    tokens, time_s, times = 0, 0.0, []
+    for step in range(1, steps + 1):
+        stage = stage_of(step, steps)
+        ms = pace_ms * (1 + 0.8 * stage) * (1 + 0.02 * random.standard_normal() ** 2)
+        tokens, time_s = tokens + BATCHES[stage], time_s + ms / 1000
+        times.append(ms)
+        curve = 7.5 * np.exp(-9 * step / steps) + 1.2 * (1 - step / steps)
+        lines.append({"kind": "step", "step": step, "loss": level + curve + 0.05 * random.standard_normal(),
+                      "lr": learning_rate(step, steps), "tokens": tokens, "ms": ms})
+        if step % max(1, steps // 10) == 0 or step == steps:
+            lines.append({"kind": "validation", "step": step, "loss": level + curve, "time_s": time_s, "tokens": tokens})
+    quantiles = dict(zip(("p50", "p95", "max"), np.quantile(times, (0.5, 0.95, 1.0)).tolist()))
+    lines.append({"kind": "summary", "steps": steps, "time_s": time_s, "loss": lines[-1]["loss"], "tokens": tokens,
+                  "tokens_per_s": tokens / time_s, "step_ms": quantiles, "peak_memory_bytes": 33 << 30, "startup_s": 41.0,
+                  "compile_s": 28.5})
+    return lines
+
+
+def command(*words: object) -> int:
+    """`python -m records …` in this process; returns its exit code."""
+    with patch.object(sys, "argv", ["records", *map(str, words)]):
+        return records_main()
+
+
+def main() -> None:
+    """Act as a training program: `python -m tests.synthetic RUNS --seed 0 --name x [--lr 0.02]`."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("runs", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--name", default="made-up")
+    parser.add_argument("--lr", type=float, default=0.023)
+    parser.add_argument("--steps", type=int, default=20)
+    arguments = parser.parse_args()
+    write_run(arguments.runs, arguments.name, arguments.seed, settings={"lr": arguments.lr}, steps=arguments.steps,
+              command=["train_gpt.py", *sys.argv[2:]], level=3.275 + abs(arguments.lr - 0.023))
+
+
+if __name__ == "__main__":
+    main()

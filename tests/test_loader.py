@@ -1,0 +1,152 @@
+"""The loader: order against a plain reference, each token at most once, no dependence on ranks or timing, too little data."""
+import time
+import tracemalloc
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import write_documents
+
+import train_gpt
+from data.packing import cut_documents, pack
+from data.shards import find_shards, open_shard, write_shard
+
+CPU = torch.device("cpu")
+
+
+def loader(config, rank=0, size=1) -> train_gpt.Loader:
+    return train_gpt.Loader(config, train_gpt.Schedule(config), SimpleNamespace(rank=rank, size=size, device=CPU))
+
+
+def reference(config):
+    """The micro-batches of a run, in order, by walking the shards one token at a time: lists of (tokens, targets, starts)."""
+    stream, starts = [], []
+    for path in find_shards(config.data_path, "train"):
+        tokens = open_shard(path).tolist()
+        starts += [len(stream) + i for i, t in enumerate(tokens) if t == 256]
+        stream += tokens
+    at = 0
+    for step in train_gpt.Schedule(config):
+        for _ in range(config.micro_batches):
+            tokens, targets, begins = [], [], []
+            while len(tokens) < step.batch_tokens // config.micro_batches:
+                while stream[at % len(stream)] != 256:                   # drop the tail of what was cut
+                    at += 1
+                begins.append(len(tokens))
+                for taken in range(step.sequence_length):
+                    tokens.append(stream[at % len(stream)])
+                    targets.append(stream[(at + 1) % len(stream)])
+                    at += 1
+                    if len(tokens) == step.batch_tokens // config.micro_batches or stream[at % len(stream)] == 256:
+                        break
+            yield tokens, targets, begins
+
+
+def test_order_is_that_of_the_reference(config):
+    config = replace(config, keep_tails=False, epochs=3, steps=15)
+    plan = loader(config)
+    expected = reference(config)
+    for index in range(len(plan.schedule)):
+        for batch in plan.batches(index):
+            tokens, targets, begins = next(expected)
+            assert batch.tokens.tolist() == tokens and batch.targets.tolist() == targets
+            ends = batch.boundaries.tolist()
+            assert ends[:len(begins)] == begins and set(ends[len(begins):]) == {len(tokens)}
+            assert np.diff(ends).max() <= batch.max_length
+    assert plan.epochs > 1
+
+
+@pytest.mark.parametrize("keep_tails", [False, True])
+def test_each_token_at_most_once_an_epoch(tmp_path, config, keep_tails):
+    """Every token of the training text is another number, so that a repetition would show."""
+    tokens = np.arange(40_000, dtype=np.uint16)
+    tokens[::97] = 49_999
+    for name, part in {"train_000000": tokens[:25_000], "train_000001": tokens[25_000:].copy(), "val_000000": tokens[:100]}.items():
+        part[0] = 49_999
+        write_shard(tmp_path / f"{name}.bin", part)
+    plan = loader(replace(config, data_path=str(tmp_path), vocab_size=50_000, keep_tails=keep_tails))
+    seen = torch.cat([batch.tokens for index in range(len(plan.schedule)) for batch in plan.batches(index)])
+    content = seen[seen != 49_999]
+    assert len(content.unique()) == len(content) > 8000 and plan.epochs < 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_order_does_not_depend_on_ranks(config, ranks):
+    alone = loader(config)
+    shares = [loader(config, rank, ranks) for rank in range(ranks)]
+    for index in range(len(alone.schedule)):
+        together = [batch for share in shares for batch in share.batches(index)]
+        for a, b in zip(alone.batches(index), together, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(a[:3], b[:3])) and a.max_length == b.max_length
+
+
+def test_order_does_not_depend_on_timing(config):
+    plan = loader(config)
+    n = len(plan.schedule)
+    fast = list(plan.prefetch(0, n))
+    slow, original = [], plan.batches
+    plan.batches = lambda index: (time.sleep(0.01 * (index % 3)), original(index))[1]
+    for batches in plan.prefetch(0, n):
+        time.sleep(0.005)
+        slow.append(batches)
+    late = list(plan.prefetch(3, n))                                     # from the middle: a step's data is its number's
+    for a, b in zip(fast[3:] + fast, late + slow, strict=True):
+        assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p[:3], q[:3]))
+
+
+def test_an_error_in_the_thread_reaches_the_step(config):
+    plan = loader(config)
+    plan.batches = lambda index: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        next(plan.prefetch(0, 3))
+
+
+def test_validation_scores_every_token_once(config):
+    text = open_shard(find_shards(config.data_path, "val")[0])
+    for chunk in (256, 777, 4096):
+        scored = []
+        for batch in train_gpt.validation_batches(replace(config, val_chunk=chunk)):
+            assert len(batch.tokens) == chunk and np.diff(batch.boundaries).max() <= config.val_sequence_length
+            scored.append(batch.targets[batch.targets >= 0])
+        assert torch.cat(scored).tolist() == text[1:config.val_tokens + 1].tolist()
+
+
+def test_too_few_tokens(tmp_path, config):
+    write_documents(tmp_path, {"train_000000": [100] * 60, "val_000000": [300] * 10})
+    config = replace(config, data_path=str(tmp_path))
+    with pytest.raises(train_gpt.UserError, match=r"1 training shards with 6,000 tokens last for \d of 8 steps; .*--epochs 2"):
+        loader(config)
+    assert 2 < loader(replace(config, epochs=9)).epochs < 4
+    with pytest.raises(train_gpt.UserError, match="3,000 validation tokens, --val_tokens 9000"):
+        train_gpt.validation_batches(replace(config, val_tokens=9000))
+
+
+def test_cut_documents():
+    starts = np.array([2, 10, 11, 40])
+    assert [x.tolist() for x in cut_documents(starts, 47, 8, False)] == [[2, 10, 11, 40], [10, 11, 19, 47]]
+    assert [x.tolist() for x in cut_documents(starts, 47, 8, True)] == [[2, 10, 11, 19, 27, 35, 40], [10, 11, 19, 27, 35, 40, 47]]
+
+
+def test_pack_refuses_more_sequences_than_its_bound():
+    text = np.arange(20)
+    assert pack([(text, 0, 5), (text, 9, 5)], 12, 3, 5, 256)[2].tolist() == [0, 5, 10, 12]
+    with pytest.raises(ValueError, match="3 sequences in a batch that may hold 2"):
+        pack([(text, 0, 5), (text, 9, 5)], 12, 2, 5, 256)
+
+
+def test_a_million_documents_in_bounded_memory(tmp_path, config):
+    """A shard of a million documents: the plan and the batches take far less memory than a Python object a document would."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(97, 123, 8_000_000).astype(np.uint16)
+    tokens[rng.choice(np.arange(1, len(tokens)), 999_999, replace=False)] = 256
+    tokens[0] = 256
+    write_shard(tmp_path / "train_000000.bin", tokens)
+    tracemalloc.start()
+    begin = time.time()
+    plan = loader(replace(config, data_path=str(tmp_path), keep_tails=False))
+    list(plan.prefetch(0, len(plan.schedule)))
+    peak, seconds = tracemalloc.get_traced_memory()[1], time.time() - begin
+    tracemalloc.stop()
+    assert len(plan.open(0)[1]) == 1_000_000 and peak < 100e6 and seconds < 20

@@ -1,0 +1,215 @@
+"""The model: attention against a dense reference, causality, documents apart, schedule, FP8, every switch."""
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_gpt
+from kernels import fp8_linear
+from kernels.attention import ATTENTION, choose_attention
+from kernels.rotary import rotary_tables, rotate
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HERE = ["plain"] if DEVICE.type == "cpu" else sorted({"plain", "varlen", choose_attention("auto", DEVICE)[0]})
+
+
+def dense_attention(q, k, v, boundaries, window, scale):
+    """All pairs of tokens, in float64."""
+    n = len(q)
+    sequence = torch.tensor([sum(int(b) <= i for b in boundaries) for i in range(n)])
+    i, j = torch.arange(n)[:, None], torch.arange(n)[None]
+    allowed = (j <= i) & (i - j <= window) & (sequence[i] == sequence[j])
+    scores = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * scale
+    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v.double())
+
+
+@pytest.mark.parametrize("backend", HERE)
+@pytest.mark.parametrize("window", [1, 16, 100, 5000])
+def test_attention_backends_against_dense(backend, window):
+    torch.manual_seed(0)
+    n, dtype = 1100, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
+    boundaries = torch.tensor([0, 3, 700, 701, 1000, n, n, n], dtype=torch.int32)
+    q, k, v = (torch.randn(n, 2, 64, dtype=dtype).requires_grad_() for _ in range(3))
+    q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
+    expected = dense_attention(q64, k64, v64, boundaries[:6], window, 0.1)
+    weight = torch.randn_like(expected)
+    expected.backward(weight)
+    on_device = [x.detach().to(DEVICE).requires_grad_() for x in (q, k, v)]
+    out = ATTENTION[backend](*on_device, boundaries.to(DEVICE), 697, window, 0.1)
+    out.backward(weight.to(out))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+    for x, x64 in zip(on_device, (q64, k64, v64)):
+        torch.testing.assert_close(x.grad.cpu().double(), x64.grad, atol=2 * tolerance, rtol=tolerance)
+
+
+def test_attention_never_looks_across_documents():
+    torch.manual_seed(0)
+    boundaries = torch.tensor([0, 40, 90, 128], dtype=torch.int32)
+    q, k, v = (torch.randn(128, 2, 16) for _ in range(3))
+    before = train_gpt.ATTENTION["plain"](q, k, v, boundaries, 64, 1000, 0.1)
+    for x in (q, k, v):
+        x[40:90] = torch.randn(50, 2, 16)
+    after = train_gpt.ATTENTION["plain"](q, k, v, boundaries, 64, 1000, 0.1)
+    changed = (before != after).flatten(1).any(1)
+    assert changed[40:90].all() and not changed[:40].any() and not changed[90:].any()
+
+
+def awake(model: train_gpt.GPT) -> None:
+    """Give every parameter that starts at zero a value, so that every path carries something."""
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.any():
+                p.normal_(std=0.1)
+        model.scalars.fill_(0.7)
+
+
+def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
+    """Training and next-token loss over the scored positions alone."""
+    targets = torch.full_like(batch.targets, -1)
+    targets[scored] = batch.targets[scored]
+    with torch.no_grad():
+        return torch.stack(trainer.model(batch._replace(targets=targets), trainer.schedule.at(0)))
+
+
+@pytest.mark.parametrize("position", [1, 17, 63, 100, 127])
+def test_model_is_causal(trainer, position):
+    """Another token at `position`: every loss that does not predict it or what follows it is the same, bit for bit."""
+    awake(trainer.model)
+    batch = trainer.loader.batches(0)[1]
+    changed = batch.tokens.clone()
+    changed[position] = (changed[position] + 1) % 200
+    earlier = slice(0, position)
+    assert torch.equal(loss_of(trainer, batch, earlier), loss_of(trainer, batch._replace(tokens=changed), earlier))
+    here = slice(position, position + 1)
+    assert not torch.equal(loss_of(trainer, batch, here), loss_of(trainer, batch._replace(tokens=changed), here))
+
+
+def test_documents_do_not_see_each_other(trainer):
+    """Smear, bigram, key offset and multi-token targets stop at a sequence's start as attention does."""
+    awake(trainer.model)
+    batch = max(trainer.loader.batches(0), key=lambda batch: len(batch.boundaries.unique()))
+    starts = batch.boundaries.unique().tolist()
+    assert len(starts) > 3
+    first, last = starts[1], starts[2]
+    changed = batch.tokens.clone()
+    changed[first:last] = (changed[first:last] + 1) % 200
+    for other in (slice(0, first), slice(last, None)):
+        assert torch.equal(loss_of(trainer, batch, other), loss_of(trainer, batch._replace(tokens=changed), other))
+
+
+def test_key_offset_takes_the_position_free_half_from_the_token_before():
+    torch.manual_seed(0)
+    n, heads, head_dim, width = 12, 2, 16, 32
+    x, weight, one = torch.randn(n, width), torch.randn(4 * width, width), torch.ones(())
+    cos, sin, _ = rotary_tables([8], n, head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
+    is_start = torch.zeros(n, dtype=torch.bool)
+    is_start[[0, 7]] = True
+    plain, offset = (train_gpt.attention_inputs(x, weight, one, None, None, None, cos, sin, is_start, head_dim, on)[1]
+                     for on in (False, True))
+    half = head_dim // 2
+    assert torch.equal(plain[..., :half], offset[..., :half])
+    for i in range(n):
+        expected = torch.zeros(heads, half) if is_start[i] else plain[i - 1, :, half:]
+        assert torch.equal(offset[i, :, half:], expected)
+
+
+def test_multi_token_loss_against_cross_entropy():
+    torch.manual_seed(0)
+    n, width, vocab = 40, 16, 64
+    x, head = torch.randn(n, width), torch.randn(vocab, width)
+    targets = torch.randint(0, vocab, (n,), dtype=torch.int32)
+    targets[[5, 30]] = -1
+    is_start = torch.zeros(n, dtype=torch.bool)
+    is_start[[0, 13, 14, 33]] = True
+    weights = torch.tensor([1.0, 0.5, 0.25])
+    total, next_token = train_gpt.head_loss_twin(x, head, targets, is_start, weights, fp8=False)
+    logits = 23 * torch.sigmoid((x @ head.T + 5) / 7.5)
+    sequence = is_start.cumsum(0)
+    expected = [0.0, 0.0, 0.0]
+    for i in range(n):
+        for ahead in range(3):
+            if i + ahead < n and sequence[i] == sequence[i + ahead] and targets[i + ahead] >= 0:
+                expected[ahead] += F.cross_entropy(logits[i], targets[i + ahead].long()).item()
+    assert next_token.item() == pytest.approx(expected[0], rel=1e-5)
+    assert total.item() == pytest.approx(sum(w * e for w, e in zip((1, 0.5, 0.25), expected)), rel=1e-5)
+
+
+def test_rotary_keeps_products_relative_and_yarn_slows_slow_channels():
+    tables = rotary_tables([128, 512], 300, 16, 1024.0, 0.1, True, torch.device("cpu"))
+    for cos, sin, _ in tables.values():
+        q, k = torch.randn(1, 1, 32).expand(300, 1, 32), torch.randn(1, 1, 32).expand(300, 1, 32)
+        products = torch.einsum("ihd,jhd->ij", rotate(q, cos, sin), rotate(k, cos, sin))
+        torch.testing.assert_close(products[10, 3], products[210, 203], atol=1e-4, rtol=1e-4)
+    fast, slow = (torch.atan2(t[1][1], t[0][1]) for t in (tables[128], tables[512]))
+    assert slow[-1] == pytest.approx(fast[-1].item() / 4) and slow[0] <= fast[0] and tables[512][2] > tables[128][2] == 0.1
+
+
+def test_schedule_follows_its_table():
+    config = train_gpt.PRESETS["corpus"]
+    schedule = train_gpt.Schedule(config)
+    at = schedule.at
+    assert len(schedule) == 705 and sum(step.batch_tokens for step in schedule) == 230 * 786_432 + 15 * 393_216
+    assert [at(i).batch_tokens for i in (0, 229, 230, 459, 460, 704)] == [131_072] * 2 + [262_144] * 2 + [393_216] * 2
+    assert [at(i).windows for i in (0, 230, 460, 690)] == [(1, 3), (3, 7), (5, 11), (6, 13)]
+    assert at(0).lr == 1 and at(275).lr == pytest.approx(1.52) and at(704).lr == pytest.approx(1.73 * 0.15)
+    assert at(459).tied and not at(460).tied and [at(i).update_adam for i in range(4)] == [False, True, False, True]
+    assert at(0).multi_token == (1, 0.5, 0.25) and at(230).multi_token == (1, 0.5) and at(460).multi_token == (1,)
+    assert at(115).multi_token == (1, 0.5, 0.125) and at(345).multi_token == (1, 0.25)
+    assert (at(0).momentum, at(300).momentum, at(704).momentum) == (0.85, 0.95, 0.85)
+    assert schedule.validation(705).windows == (6, 20) and schedule.validation(250).windows == (3, 7)
+    assert schedule.validation(460).tied and not schedule.validation(461).tied
+
+
+def test_fp8_linear_is_near_the_plain_product_and_honours_the_gradient():
+    torch.manual_seed(0)
+    x = F.rms_norm(torch.randn(64, 128), (128,)).bfloat16().requires_grad_()
+    weight = (torch.randn(96, 128) * 0.05).bfloat16().requires_grad_()
+    gradient = torch.randn(64, 96).bfloat16() * 0.1
+    results = []
+    for linear in (fp8_linear.linear_twin, fp8_linear.fp8_linear):
+        out = linear(x, weight)
+        results.append([out, *torch.autograd.grad(out, (x, weight), gradient)])
+    twice = torch.autograd.grad(fp8_linear.fp8_linear(x, weight), (x, weight), 2 * gradient)
+    for plain, fp8, limit in zip(*results, (0.05, 0.15, 0.15)):
+        assert (plain.float() - fp8.float()).norm() / plain.float().norm() < limit
+    for once, double in zip(results[1][1:], twice):
+        torch.testing.assert_close(2 * once, double)
+
+
+def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("an FP8 product with FP8 off")
+    monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    for fp8 in (True, False):
+        trainer = train_gpt.Trainer(replace(config, fp8=fp8), train_gpt.World())
+        assert trainer.model.fp8 is fp8
+        if fp8:
+            with pytest.raises(AssertionError, match="FP8 product"):
+                trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
+        else:
+            trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
+
+
+SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "skip", "backout", "late_input", "yarn", "neuron_norm",
+            "cautious"]
+
+
+@pytest.mark.parametrize("off", [*({name: False} for name in SWITCHES), {"bigram_rows": 0}, {"tied_share": 0.0},
+                                 {"multi_token": (((1.0, 1.0),),) * 3}], ids=lambda off: next(iter(off)))
+def test_every_trick_can_be_switched_off(config, off):
+    trainers = [train_gpt.Trainer(replace(config, **changes), train_gpt.World()) for changes in ({}, off)]
+    losses = []
+    for trainer in trainers:
+        awake(trainer.model)
+        steps = [trainer.schedule.at(i) for i in (1, 3, 5)]
+        losses.append([trainer.step(s, trainer.loader.batches(s.index)).item() for s in steps])
+    assert all(map(math.isfinite, losses[1])) and losses[0] != losses[1]
+
+
+def test_flops_grow_with_the_window(trainer):
+    assert trainer.model.flops_per_token(trainer.schedule.at(5)) > trainer.model.flops_per_token(trainer.schedule.at(0)) > 0

@@ -1,0 +1,264 @@
+"""The optimizer: NorMuon and Adam against plain references, exact master weights, any number of ranks, warm-up."""
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TINY, environment
+
+import train_gpt
+from kernels.master_weight import master_weight, store_master_weight
+from kernels.coefficients import polar_express
+from kernels.newton_schulz import newton_schulz_reference
+
+
+PLAIN = {f: f for f in (train_gpt.nesterov_momentum, newton_schulz_reference, train_gpt.neuron_update, train_gpt.adam_update)}
+
+
+def orthogonalise(x):
+    return newton_schulz_reference(x, polar_express(5), "frobenius")
+
+
+def plain_adam(p, grads, lr, betas, decay, cautious):
+    """Textbook Adam on a list of gradients; decay as a share of the weight, times lr."""
+    p, m, v = p.clone(), torch.zeros_like(p), torch.zeros_like(p)
+    for t, g in enumerate(grads, 1):
+        m = betas[0] * m + (1 - betas[0]) * g
+        v = betas[1] * v + (1 - betas[1]) * g * g
+        update = (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + 1e-10)
+        agree = (update * p > 0) if cautious else torch.ones_like(p)
+        p = p - lr * (update + decay * p * agree)
+    return p
+
+
+def plain_normuon(p, grads, lr, betas, decay, cautious, neuron_norm):
+    """NorMuon of one matrix, a row a neuron, a step at a time."""
+    p, m, v = p.clone(), torch.zeros_like(p), torch.zeros(len(p))
+    for g in grads:
+        m = betas[0] * m + (1 - betas[0]) * g
+        update = orthogonalise(((1 - betas[0]) * g + betas[0] * m)[None])[0]
+        if neuron_norm:
+            v = betas[1] * v + (1 - betas[1]) * update.pow(2).mean(1)
+            scaled = update / v.sqrt()[:, None]
+            update = scaled * update.norm() / scaled.norm()
+        agree = (update * p > 0) if cautious else torch.ones_like(p)
+        p = p - lr * (update + decay * p * agree)
+    return p
+
+
+def run_shard(group, config, grads, momentum=0.9, lr=0.7):
+    """The product of a group's `Shard` after these gradients: its parameters."""
+    shard = train_gpt.Shard(group, config, train_gpt.World())
+    for step in grads:
+        for p, g in zip(group.params, step):
+            p.grad.copy_(g)
+        with torch.no_grad():
+            shard.update(PLAIN, torch.tensor(True), torch.tensor(lr), torch.tensor(momentum))
+    return [p.detach() for p in group.params]
+
+
+@pytest.mark.parametrize("cautious", [True, False])
+def test_adam_against_reference(config, cautious):
+    torch.manual_seed(0)
+    config = replace(config, cautious=cautious)
+    params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2, 2))]
+    before = [p.detach().clone() for p in params]
+    grads = [[torch.randn_like(p) for p in params] for _ in range(4)]
+    after = run_shard(train_gpt.Group("some", params, "adam", 0.3, (0.8, 0.95), 5.0, 0.02), config, grads)
+    for i, p in enumerate(after):
+        expected = plain_adam(before[i], [step[i] for step in grads], 0.7 * 0.3, (0.8, 0.95), 0.7 * 0.02 * 5.0, cautious)
+        torch.testing.assert_close(p, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("cautious, neuron_norm", [(True, True), (False, True), (True, False)])
+def test_normuon_against_reference(config, cautious, neuron_norm):
+    """Two stacks of square matrices and two tall ones in one bank, each matrix with its own rate."""
+    torch.manual_seed(0)
+    config = replace(config, cautious=cautious, neuron_norm=neuron_norm)
+    params = [torch.nn.Parameter(torch.randn(32, 8)) for _ in range(4)]
+    before = [p.detach().clone() for p in params]
+    grads = [[torch.randn_like(p) for p in params] for _ in range(3)]
+    rates = [1.0, 1.0, 2.0, 4.0]
+    group = train_gpt.Group("bank", params, "normuon", 0.1, (0.0, 0.9), 3.0, 0.1, matrix_lr=rates, squares=2)
+    after = run_shard(group, config, grads)
+    for i, p in enumerate(after):
+        for rows in (range(0, 32, 8) if i < 2 else [0]):
+            mine = slice(rows, rows + 8) if i < 2 else slice(0, 32)
+            expected = plain_normuon(before[i][mine], [step[i][mine] for step in grads], 0.7 * 0.1 * rates[i], (0.9, 0.9),
+                                     0.7 * 0.1 * 3.0, cautious, neuron_norm)
+            torch.testing.assert_close(p[mine], expected, atol=2e-5, rtol=1e-4)
+
+
+def test_orthogonalise_is_near_the_polar_factor():
+    torch.manual_seed(0)
+    for shape in ((2, 48, 48), (3, 128, 32)):
+        x = torch.randn(shape) * torch.tensor([1e-6, 1.0, 1e6])[:shape[0], None, None]
+        u, _, v = torch.linalg.svd(x, full_matrices=False)
+        error = (orthogonalise(x) - u @ v).norm(dim=(1, 2)) / (u @ v).norm(dim=(1, 2))
+        assert error.max() < 0.2
+    assert not orthogonalise(torch.zeros(1, 8, 8)).any()
+
+
+def test_master_weight_is_exact():
+    torch.manual_seed(0)
+    master = torch.cat([torch.randn(1000), torch.randn(1000) * 1e-30, torch.tensor([0.0, -0.0, 1.0, -1.0])])
+    weight, lost = torch.zeros(len(master), dtype=torch.bfloat16), torch.zeros(len(master), dtype=torch.int16)
+    store_master_weight(weight, lost, master)
+    assert torch.equal(master_weight(weight, lost).view(torch.int32), master.view(torch.int32))
+    assert ((weight.float() - master).abs() <= master.abs() * 2 ** -7).all()
+
+
+def test_bf16_weights_follow_float32_exactly(config):
+    """A bf16 group and a float32 group with the same master and gradients stay the same to the last bit."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(50).bfloat16(), [torch.randn(50).bfloat16() for _ in range(20)]
+    wide, narrow = (torch.nn.Parameter(start.to(dtype)) for dtype in (torch.float32, torch.bfloat16))
+    group = train_gpt.Group("some", [wide], "adam", 1e-3, (0.8, 0.95), 0.0, 1e-3)
+    run_shard(group, config, [[g.float()] for g in grads])
+    shard = train_gpt.Shard(replace(group, params=[narrow]), config, train_gpt.World())
+    for g in grads:
+        narrow.grad.copy_(g)
+        with torch.no_grad():
+            shard.update(PLAIN, torch.tensor(True), torch.tensor(0.7), torch.tensor(0.9))
+    assert torch.equal(master_weight(shard.weight, shard.lost_bits)[:50], wide.detach())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("matrices", [1, 7, 8, 9, 19])
+def test_shards_cover_every_matrix_once(config, ranks, matrices):
+    """Padding and kinds for any count on any number of ranks: together the ranks update what one rank does."""
+    torch.manual_seed(0)
+    start = [torch.randn(16, 4) for _ in range(matrices)]
+    grads = [torch.randn(16, 4) for _ in range(matrices)]
+
+    def updated(world) -> torch.Tensor:
+        params = [torch.nn.Parameter(p.clone()) for p in start]
+        group = train_gpt.Group("bank", params, "normuon", 0.1, (0.0, 0.9), 1.0, 0.1, matrix_lr=[1.0 + i for i in range(matrices)],
+                                squares=matrices // 2)
+        shard = train_gpt.Shard(group, config, world)
+        for p, g in zip(params, grads):
+            p.grad.copy_(g)
+        mine = slice(shard.first, shard.first + len(shard.weight))
+        shard.grad.copy_(shard.grads[mine])
+        with torch.no_grad():
+            shard.update(PLAIN, torch.tensor(True), torch.tensor(1.0), torch.tensor(0.9))
+        assert len(shard.weights) % world.size == 0
+        return shard.weight.clone()
+
+    whole = updated(SimpleNamespace(rank=0, size=1))
+    parts = torch.cat([updated(SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)])
+    torch.testing.assert_close(parts[:matrices], whole, atol=1e-5, rtol=1e-5)
+    assert not parts[matrices:].any()
+
+
+@pytest.fixture(scope="module")
+def ranks_results(shards, tmp_path_factory):
+    """What 1, 2, 4 and 8 gloo ranks end with after 8 steps of the same 8 micro-batches: every kind of step, the untying too."""
+    out = tmp_path_factory.mktemp("ranks")
+    for ranks in (1, 2, 4, 8):
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "tests/rank_worker.py",
+                        str(out), "8", "--preset", "cpu", *TINY, "--data_path", str(shards)],
+                       cwd=ROOT, env=environment(), check=True, timeout=240, capture_output=True)
+    return {(ranks, rank): torch.load(out / f"{ranks}-{rank}.pt") for ranks in (1, 2, 4, 8) for rank in range(ranks)}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_make_the_update_of_one_process(ranks_results, ranks):
+    alone, together = ranks_results[1, 0], ranks_results[ranks, 0]
+    assert together["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert together["validation"] == pytest.approx(alone["validation"], rel=1e-4)
+    for name, expected in alone["parameters"][0].items():              # one update: rounding has not yet grown
+        torch.testing.assert_close(together["parameters"][0][name], expected, atol=1e-5, rtol=1e-4, msg=name)
+    for step in range(8):
+        for name, expected in alone["parameters"][step].items():
+            difference = (together["parameters"][step][name] - expected).norm() / expected.norm().clamp(min=1e-6)
+            assert difference < 1e-2, (step, name)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_ranks_hold_the_same_parameters(ranks_results, ranks):
+    for rank in range(1, ranks):
+        for mine, theirs in zip(ranks_results[ranks, 0]["parameters"], ranks_results[ranks, rank]["parameters"]):
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def everything(trainer) -> list[torch.Tensor]:
+    return [x.clone() for x in trainer.optimizer.state()]
+
+
+def test_warm_up_leaves_no_trace(config):
+    """The first steps after warm-up equal those without it, bit for bit: losses, weights and the optimizer's whole state."""
+    results = []
+    for warm in (False, True):
+        trainer = train_gpt.Trainer(config, train_gpt.World())
+        random = torch.get_rng_state()
+        if warm:
+            trainer.warm_up()
+        assert torch.equal(random, torch.get_rng_state())
+        losses = [trainer.step(s, trainer.loader.batches(s.index)).item() for s in list(trainer.schedule)[:3]]
+        results.append((losses, everything(trainer)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
+
+
+def test_warm_up_visits_every_kind(trainer, monkeypatch):
+    seen = set()
+    monkeypatch.setattr(train_gpt.Trainer, "step", lambda self, step, batches: seen.add(step.kind))
+    trainer.warm_up()
+    assert seen == {step.kind for step in trainer.schedule} and len(seen) > 6
+
+
+def test_untying_carries_weights_and_state_over(trainer):
+    shards, optimizer = trainer.optimizer.shards, trainer.optimizer
+    steps = list(trainer.schedule)
+    for step in steps[:4]:
+        assert step.tied
+        trainer.step(step, trainer.loader.batches(step.index))
+    assert not torch.equal(shards["embedding"].weights, shards["head"].weights)      # tied: it waits
+    optimizer.untie()
+    for mine, theirs in zip(shards["embedding"].state(), shards["head"].state(), strict=True):
+        assert torch.equal(mine, theirs)
+    for step in steps[4:6]:
+        assert not step.tied
+        trainer.step(step, trainer.loader.batches(step.index))
+    assert not torch.equal(shards["embedding"].weights, shards["head"].weights)      # on its own
+
+
+def test_adam_takes_the_gradients_of_two_steps(trainer):
+    head = trainer.optimizer.shards["head"]
+    before, bank = head.weights.clone(), trainer.optimizer.shards["bank"].weights.clone()
+    trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
+    assert torch.equal(before, head.weights) and head.grads.any()
+    assert not torch.equal(bank, trainer.optimizer.shards["bank"].weights)
+    trainer.step(trainer.schedule.at(1), trainer.loader.batches(1))
+    assert not torch.equal(before, head.weights) and not head.grads.any()
+
+
+def test_two_runs_with_one_seed_give_the_same_losses(config):
+    runs = []
+    for seed in (3, 3, 4):
+        trainer = train_gpt.Trainer(replace(config, seed=seed), train_gpt.World())
+        runs.append([trainer.step(s, trainer.loader.batches(s.index)).item() for s in trainer.schedule])
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_non_finite_loss_changes_no_weight(trainer):
+    trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
+    names = [name for name, _ in trainer.model.named_parameters()]
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    step = trainer.schedule.at(1)
+    for p in trainer.model.parameters():
+        p.grad.fill_(torch.nan)
+    for loss in (torch.tensor(torch.nan), torch.tensor(1.0)):            # the steps that are already under way as well
+        trainer.optimizer.step(step, loss)
+        assert [n for n, p, q in zip(names, trainer.model.parameters(), before) if not torch.equal(p, q)] == []
+
+
+def test_validation_does_not_depend_on_the_chunk(config):
+    losses = []
+    for chunk in (256, 512, 4096):
+        trainer = train_gpt.Trainer(replace(config, val_chunk=chunk), train_gpt.World())
+        losses.append(trainer.validate(trainer.schedule.validation(0)))
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)

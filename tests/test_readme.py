@@ -1,0 +1,62 @@
+"""Every command that the README shows is run, here or by the test that the table names."""
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY, environment
+
+import train_gpt
+
+SHORT = ["--preset", "cpu", "--steps", "3", "--extra_steps", "0", "--val_tokens", "2048"]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [line.split("  #")[0].strip() for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines() if line.strip()]
+# How a command is run here: what is added to make it short, or why it is not run.
+ELSEWHERE = {
+    "./run.sh": "test_run.py::test_the_preset_for_a_laptop",
+    "./run.sh test": "this is it: CI runs it",
+}
+GPUS = ("torchrun --standalone --nproc_per_node=8", "srun ", "torchrun --nnodes")       # their settings are checked alone
+
+
+def test_the_readme_has_the_two_commands():
+    assert set(ELSEWHERE) <= set(COMMANDS) and len(COMMANDS) > 12
+    for where in ELSEWHERE.values():
+        if "::" in where:
+            file, name = where.split("::")
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text()
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith(GPUS)])
+def test_a_command_for_gpus(line):
+    """With two ranks on this machine in place of its GPUs and nodes."""
+    settings = shlex.split(line.split("train_gpt.py")[1])
+    train_gpt.parse_config([*settings, "--preset", "cpu"])
+    assert "torchrun" in line and "train_gpt.py" in line
+    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_gpt.py", *settings,
+                             *SHORT, "--write_log", "false"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with one run's log, for the commands that read one."""
+    runs = tmp_path_factory.mktemp("readme")
+    subprocess.run([sys.executable, "train_gpt.py", "--preset", "cpu", *TINY, "--val_tokens", "2048"], cwd=ROOT, env=environment(RUNS_PATH=str(runs)),
+                   check=True, timeout=120, capture_output=True)
+    return runs
+
+
+@pytest.mark.parametrize("line", [line for line in COMMANDS if line not in ELSEWHERE and not line.startswith(GPUS)])
+def test_a_command(line, place, tmp_path):
+    words = shlex.split(line.replace("records/runs", str(place)).replace("--out plots", f"--out {tmp_path}").replace("model.pt", str(tmp_path / "model.pt")))
+    variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
+    words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+    if words[0] == "python":
+        words[0] = sys.executable
+    if "train_gpt.py" in words or "./run.sh" in words:
+        words += [] if "--help" in words else SHORT
+    result = subprocess.run(words, cwd=ROOT, env=environment(RUNS_PATH=str(tmp_path / "runs"), CUDA_VISIBLE_DEVICES="", **variables),
+                            capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr

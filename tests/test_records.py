@@ -1,0 +1,334 @@
+"""Records, the writing half: comparisons, record folders, pictures, the page, the README's table, watch, ab and sweep."""
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from records import launch, markdown, plots, report, schedule, sweep, watch
+from records.check import check
+from records.compare import compare, compare_text
+from records.logs import find_logs, read_logs
+from records.record import RECORDS, create, folders, load, load_all
+from records.schema import RecordError
+from tests.synthetic import SOURCES, command, learning_rate, stage_of, write_run
+
+ROOT = Path(__file__).parent.parent
+WORDS = {"title": "The first <recipe>", "contributors": ["A. Author"], "parent": None}
+TRAINER = f"{sys.executable} -m tests.synthetic"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder of records in a checkout whose README wants a table; five finished runs and a record of them are there."""
+    (tmp_path / "README.md").write_text(f"# Made up\n\n{markdown.marked(report.MARKER, '')}\n\nThe end.\n")
+    root = tmp_path / "records"
+    for seed in range(5):
+        write_run(root / "runs", seed=seed)
+    create(read_logs([root / "runs"]), root, "first", WORDS, changed="All.", why="It learns.")
+    return root
+
+
+@pytest.fixture
+def first(root: Path) -> Path:
+    return root / "2026-11-21_first"
+
+
+def add_second(root: Path, **options) -> Path:
+    """A faster record with other settings and sources, whose parent is the first."""
+    changed = {**SOURCES, "train_gpt.py": b"print('made up')\nprint('faster')\n"}
+    for seed in range(3):
+        write_run(root / "runs", "second", seed, settings={"lr": 0.026}, pace_ms=24.0, sources=changed, **options)
+    words = {"title": "Faster", "contributors": [], "parent": "2026-11-21_first", "date": "2026-11-30"}
+    return create(read_logs([root / "runs" / "*-second"]), root, "second", words, changed="The rate.", why="It is higher.")
+
+
+# Record folders
+
+def test_a_new_record_is_valid(root, first, capsys):
+    assert check(first) == ([], [])
+    assert check(add_second(root)) == ([], [])
+    assert command("--records", root, "check") == 0
+    assert capsys.readouterr().out == "2026-11-21_first: ok\n2026-11-30_second: ok\n"
+
+
+def test_the_records_of_this_repository_are_valid():
+    assert {folder.name: check(folder)[0] for folder in folders(RECORDS)} == {folder.name: [] for folder in folders(RECORDS)}
+
+
+def change_json(folder: Path, **fields) -> None:
+    path = folder / "record.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change_log(folder: Path, pattern: str, replacement: str, count: int = 1) -> None:
+    log = find_logs(folder)[0]
+    text, changed = re.subn(pattern, replacement, log.read_text(), count=count)
+    assert changed, f"nothing to change: {pattern}"
+    log.write_text(text)
+
+
+@pytest.mark.parametrize("damage, problem", [
+    (lambda f: change_json(f, mean_loss=3.27), "mean_loss is 3.27, but the logs give"),
+    (lambda f: change_json(f, p_value=0.001), "p_value is 0.001, but the logs give"),
+    (lambda f: change_json(f, seeds=[0, 1, 2, 3, 5]), "seeds is [0, 1, 2, 3, 5], but the logs give [0, 1, 2, 3, 4]"),
+    (lambda f: change_json(f, hardware=["NVIDIA B200"]), "hardware is ['NVIDIA B200']"),
+    (lambda f: change_json(f, parent="gone"), "parent 'gone': "),
+    (lambda f: change_json(f, date="2026-11-20"), "the folder's name does not begin with its date"),
+    (lambda f: change_json(f, date="yesterday"), "date 'yesterday' is not of the form"),
+    (lambda f: change_json(f, runs=[{}]), "a run needs 'log' as str, found nothing"),
+    (lambda f: change_json(f, note="new"), "unknown note"),
+    (lambda f: change_json(f, schema=2), "read a JSON object with schema 1"),
+    (lambda f: (f / "record.json").write_text("{"), "not JSON"),
+    (lambda f: (f / "record.json").unlink(), "no record.json"),
+    (lambda f: (f / "README.md").unlink(), "no README.md"),
+    (lambda f: (f / "README.md").write_text("# Nothing"), '"## Why it works" is missing'),
+    (lambda f: (f / "sources/train_gpt.py").write_text("other"), "sources/ (2 files) has another hash"),
+    (lambda f: (f / "sources/added.py").write_text(""), "sources/ (3 files) has another hash"),
+    (lambda f: shutil.rmtree(find_logs(f)[0].parent), "seeds is [0, 1, 2, 3, 4], but the logs give [1, 2, 3, 4]"),
+    (lambda f: change_log(f, '"seed": 0', '"seed": 1', 2), "repeat seeds"),
+    (lambda f: change_log(f, '"driver": "580.95"', '"driver": "590.1"'), "ran in different environments: driver"),
+    (lambda f: change_log(f, r'"ms": \d+', '"ms": 999'), "work ran outside the clock"),
+    (lambda f: change_log(f, r'.*"kind": "step", "step": 7,.*\n', ""), "do not count 1 to 60"),
+    (lambda f: change_log(f, r'("kind": "summary".*"loss": )3\.\d+', r"\g<1>3.1"), "the summary's loss is 3.1"),
+    (lambda f: change_log(f, r'.*"validation", "step": 60,.*\n', ""), "no validation after the last step"),
+    (lambda f: change_log(f, r'.*"summary".*\n', ""), "not finished"),
+])
+def test_check_finds_damage(first, damage, problem):
+    damage(first)
+    problems, _ = check(first)
+    assert any(problem in found for found in problems), problems
+
+
+def test_one_run_says_so(root, capsys):
+    write_run(root / "runs", "single")
+    words = {"title": "One run", "contributors": [], "parent": None}
+    folder = create(read_logs([root / "runs" / "*-single"]), root, "single", words, changed="x", why="y")
+    problems, notes = check(folder)
+    assert problems == [] and "n = 1: one run shows no spread" in notes[0] and "n = 1" in (folder / "README.md").read_text()
+    assert json.loads((folder / "record.json").read_text())["p_value"] is None
+
+
+def test_notes_of_a_slower_record(root):
+    write_run(root / "runs", "slower", 0, pace_ms=40.0, header={"dirty": True})
+    write_run(root / "runs", "slower", 1, pace_ms=40.0, header={"dirty": True})
+    words = {"title": "Slower", "contributors": [], "parent": "2026-11-21_first"}
+    problems, notes = check(create(read_logs([root / "runs" / "*-slower"]), root, "slower", words, changed="x", why="y"))
+    assert problems == [] and "uncommitted changes" in notes[-2] and "not faster than its parent" in notes[-1]
+
+
+def test_create_refuses(root):
+    runs = read_logs([root / "runs"])
+    with pytest.raises(RecordError, match="exists"):
+        create(runs, root, "first", WORDS)
+    with pytest.raises(RecordError, match="letters, digits"):
+        create(runs, root, "a/b", WORDS)
+    (root / "runs" / "sources" / runs[0].header["sources"] / "train_gpt.py").write_text("changed")
+    with pytest.raises(RecordError, match="changed since"):
+        create(runs, root, "other", WORDS)
+
+
+# Comparisons
+
+def test_compare(root):
+    add_second(root, header={"driver": "590.1"})
+    a, b = load_all(root)
+    result = compare(a.runs, b.runs)
+    assert result["time_s"]["difference"] == pytest.approx(b.data["mean_time_s"] - a.data["mean_time_s"])
+    assert result["time_s"]["low"] < result["time_s"]["difference"] < result["time_s"]["high"] < 0
+    assert len(result["stages"]) == 3 and result["stages"][0]["b_ms"] == pytest.approx(24, rel=0.1)
+    assert set(result["configuration"]) == {"lr", "sources"}
+    text = compare_text(result)
+    assert "lr (0.023 / 0.026)" in text and "WARNING: machine, driver or versions differ" in text
+    assert "the smallest that these n show" in text
+
+
+def test_ab_takes_turns_and_compares(root, capfd):
+    commands = [f"{TRAINER} {root / 'runs'} --name {name} --lr {lr}" for name, lr in [("slow", 0.02), ("fast", 0.023)]]
+    assert command("--records", root, "ab", *commands, "-n", 2, "--json") == 0
+    printed = capfd.readouterr()
+    assert [line.split("--name ")[1] for line in printed.err.splitlines() if line.startswith("$")] == [
+        "slow --lr 0.02 --seed 0", "fast --lr 0.023 --seed 0", "fast --lr 0.023 --seed 1", "slow --lr 0.02 --seed 1"]
+    result = json.loads(printed.out)
+    assert result["loss"]["a"]["n"] == result["loss"]["b"]["n"] == 2 and set(result["configuration"]) == {"lr"}
+
+
+def test_launch_refuses(tmp_path):
+    with pytest.raises(RecordError, match="failed with exit code 3"):
+        launch.launch("exit 3", tmp_path)
+    with pytest.raises(RecordError, match="should add one run .* found none"):
+        launch.launch("true", tmp_path)
+    with pytest.raises(RecordError, match="sets --seed"):
+        launch.with_settings("./run.sh --seed=1", {"seed": "0"})
+
+
+# Sweeps
+
+def test_sweep_resumes(root, capfd):
+    words = ["--set", "lr=0.02,0.023", "--seeds", 2, "--name", "rate", "--", *TRAINER.split(), root / "runs"]
+    assert command("--records", root, "sweep", *words) == 0
+    assert len(find_logs(root / "runs" / "*-rate")) == 4
+    printed = capfd.readouterr().out
+    assert re.search(r"\| lr=0.023 +\| +2 \| 3\.\d{4}\* ", printed) and "- first" in printed
+    words[3] = 3
+    assert command("--records", root, "sweep", *words, "--steps", 20) == 0
+    assert capfd.readouterr().err.count("not repeated") == 4 and len(find_logs(root / "runs" / "*-rate")) == 6
+    assert command("--records", root, "sweep", *words, "--steps", 30) == 0  # all are there, so nothing runs
+    assert capfd.readouterr().err.count("not repeated") == 6
+    words[3] = 4
+    assert command("--records", root, "sweep", *words, "--steps", 30) == 2
+    assert "differ in more than the swept settings: steps (18 / 28)" in capfd.readouterr().err
+
+
+def test_sweep_settings():
+    assert sweep.parse_settings(["lr=1,2", "windows=[1,3],[3,7]"]) == {"lr": ["1", "2"], "windows": ["[1,3]", "[3,7]"]}
+    for wrong in (["lr"], ["lr=1", "lr=2"], ["seed=1"]):
+        with pytest.raises(RecordError, match="--set"):
+            sweep.parse_settings(wrong)
+
+
+# Pictures and the page
+
+def test_plots_have_axes_units_and_legends(root):
+    add_second(root)
+    drawn = plots.figures({record.data["title"]: record.runs for record in load_all(root)})
+    assert set(drawn) == {"loss-time", "loss-tokens", "final-loss", "step-time", "schedule"}
+    for name, figure in drawn.items():
+        for axes in figure.axes:
+            assert axes.get_ylabel() and axes.get_legend(), name
+        assert figure.axes[-1].get_xlabel(), name
+    files = plots.save(drawn, root.parent / "plots")
+    assert len(files) == 10 and all(path.stat().st_size > 4000 for path in files)
+
+
+def test_plot_of_a_growing_log(root, capsys):
+    log = find_logs(root / "runs")[0]
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:25]))
+    assert command("plot", log, "--out", root / "plots") == 0
+    printed = capsys.readouterr()
+    assert "not finished" in printed.err and "loss-time.png" in printed.out
+    log.write_text(log.read_text().splitlines()[0])
+    assert command("plot", log, "--out", root / "plots") == 2
+    assert "nothing to plot" in capsys.readouterr().err
+
+
+def test_a_plot_line_is_one_configuration(root, capsys):
+    add_second(root)
+    assert command("plot", root / "runs", "--out", root / "plots") == 2
+    assert "mix configurations" in capsys.readouterr().err
+
+
+def stand_in(rate: float = 1.0) -> ModuleType:
+    """A `train_gpt` whose schedule is that of the made-up runs, its learning rate times `rate`."""
+    def at(config: SimpleNamespace, step: int) -> SimpleNamespace:
+        steps = config.steps + config.extra_steps
+        stage = stage_of(step + 1, steps)
+        return SimpleNamespace(lr=rate * learning_rate(step + 1, steps), momentum=0.95, windows=config.windows[stage],
+                               batch_tokens=config.batch_tokens[stage])
+
+    module = ModuleType("train_gpt")
+    module.Schedule = lambda config: SimpleNamespace(at=lambda step: at(config, step))
+    return module
+
+
+def test_schedule_of_this_program_and_of_another(root, monkeypatch):
+    run = load_all(root)[0].runs[0]
+    monkeypatch.setitem(sys.modules, "train_gpt", stand_in())
+    drawn, note = schedule.panels(run)
+    assert not note
+    assert [title for title, _ in drawn] == ["learning rate (×)", "batch (tokens)", "window (blocks)", "momentum"]
+    assert dict(drawn)["window (blocks)"]["long attention window"][-1] == 11
+    monkeypatch.setitem(sys.modules, "train_gpt", stand_in(rate=2.0))
+    drawn, note = schedule.panels(run)
+    assert len(drawn) == 2 and "another schedule now" in note
+    monkeypatch.setitem(sys.modules, "train_gpt", None)
+    assert "cannot import train_gpt.py" in schedule.panels(run)[1]
+
+
+def test_report(root):
+    add_second(root, header={"driver": "590.1"})
+    page, notes = report.write(root)
+    html = page.read_text()
+    assert notes == [] and html.count("<section") == 2 and html.count("<svg") == 11
+    assert "The first &lt;recipe&gt;" in html and "train_gpt.py +1 -0" in html and "lr (0.023 / 0.026)" in html
+    assert "driver (580.95 / 590.1)" in html
+    assert not re.search(r'<script|(?:src|href)="(?!#|data:|2026-)', html), "the page must need no server"
+    identifiers = re.findall(r'\bid="([^"]+)"', html)
+    assert set(re.findall(r'url\(#([^)]+)\)', html)) <= set(identifiers)
+    readme = (root.parent / "README.md").read_text()
+    assert readme.endswith("The end.\n") and "[Faster](records/2026-11-30_second)" in readme
+    assert report.write(root)[0].read_text() == html and (root.parent / "README.md").read_text() == readme
+
+
+def test_report_without_records_or_markers(tmp_path):
+    (tmp_path / "records").mkdir()
+    page, notes = report.write(tmp_path / "records")
+    assert "No records yet" in page.read_text() and "not refreshed" in notes[0]
+
+
+def stale(root: Path) -> bool:
+    """Whether the README beside `root` shows another table than its records give. A README without markers is not stale."""
+    table = markdown.between((root.parent / "README.md").read_text(), report.MARKER)
+    return table is not None and table != report.readme_table(load_all(root))
+
+
+def test_a_stale_readme_is_noticed(root):
+    assert stale(root)
+    assert command("--records", root, "report") == 0
+    assert not stale(root)
+    add_second(root)
+    assert stale(root)
+
+
+def test_the_readme_of_this_repository_is_not_stale():
+    if (ROOT / "README.md").exists():
+        assert not stale(RECORDS), "run `python -m records report`"
+
+
+# Watching
+
+def test_watch(root, capsys):
+    log = write_run(root / "runs", "now", pace_ms=27.0, day=datetime(2026, 11, 22))
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:50]))
+    assert command("--records", root, "watch", "--once") == 0  # the newest run, against the fastest record of its preset
+    printed = capsys.readouterr().out
+    assert re.search(r"-now: step 42 of 60\n", printed) and "tokens/s" in printed and re.search(r"\d s left", printed)
+    assert "from the target 3.28" in printed and re.search(r"2026-11-21_first had 3\.\d{4} at this time", printed)
+    assert "ahead" in printed
+
+
+def test_watch_ends_with_the_run(root, capsys):
+    watch.watch(find_logs(root / "runs")[0], root, None, every_s=60)
+    assert "finished" in capsys.readouterr().out
+
+
+def test_watch_before_the_first_step(root):
+    log = find_logs(root / "runs")[0]
+    log.write_text(log.read_text().splitlines()[0] + "\n")
+    assert "no step yet" in watch.picture(read_logs([log])[0], None)
+
+
+# The real program
+
+def test_a_run_of_the_cpu_preset(tmp_path):
+    """The program's own log, hash of sources and schedule are what check, stats, plot and report expect."""
+    environment = {key: value for key, value in os.environ.items() if key != "DATA_PATH"}
+    environment |= {"RUNS_PATH": str(tmp_path / "runs"), "OMP_NUM_THREADS": "1"}  # two threads on busy cores are slower
+    settings = ["--preset", "cpu", "--steps", "6", "--extra_steps", "0"]
+    subprocess.run([sys.executable, "train_gpt.py", *settings], cwd=ROOT, env=environment, check=True, timeout=300)
+    assert command("stats", tmp_path / "runs", "--target", 10) == 0
+    assert command("plot", tmp_path / "runs", "--out", tmp_path / "plots") == 0
+    assert {"loss-time.png", "step-time.svg", "schedule.svg"} <= {path.name for path in (tmp_path / "plots").iterdir()}
+    (tmp_path / "records").mkdir()
+    runs = read_logs([tmp_path / "runs"])
+    folder = create(runs, tmp_path / "records", "cpu", WORDS, changed="Nothing.", why="It does not.")
+    assert command("--records", tmp_path / "records", "check") == 0
+    assert schedule.panels(load(folder).runs[0])[1] == "", "train_gpt's schedule must agree with its log"
+    assert command("--records", tmp_path / "records", "report") == 0
+    assert "<svg" in (tmp_path / "records" / "index.html").read_text()

@@ -1,0 +1,227 @@
+"""Records, the reading half: statistics, what may be pooled, our logs and foreign ones. The runs are made up."""
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from records import pool, stats
+from records.logs import find_logs, read_log, read_logs
+from records.schema import RecordError
+from tests.synthetic import SOURCES, command, write_run
+
+PUBLISHED = [3.2779, 3.2782, 3.2782, 3.2788, 3.2814, 3.2807, 3.2780, 3.2780, 3.2795, 3.2802]
+# Shortened from the form of a public log: a line of the sources that looks like a result must not be taken for one.
+FOREIGN = """print("step:1/3 val_loss:1.0000 train_time:1ms step_avg:1.00ms")
+{bar}
+Running Python 3.11.10 (main, Sep  7 2024, 18:35:41) [GCC 11.4.0]
+Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8
+Running Triton version 3.6.0
+| NVIDIA-SMI 580.126.09             Driver Version: 580.126.09     CUDA Version: 13.0     |
+|   0  NVIDIA H100 80GB HBM3          On  |   00000000:3B:00.0 Off |                    0 |
+|   1  NVIDIA H100 80GB HBM3          On  |   00000000:5B:00.0 Off |                    0 |
+{bar}
+step:0/3 val_loss:10.8320 train_time:0ms step_avg:0.04ms
+step:1/3 train_time:376ms step_avg:375.81ms
+step:2/3 train_time:596ms step_avg:298.18ms
+step:3/3 train_time:{end}ms step_avg:273.12ms
+step:3/3 val_loss:{loss} train_time:{end}ms step_avg:273.13ms
+peak memory allocated: 37352 MiB reserved: 45542 MiB
+"""
+
+
+def foreign_log(folder: Path, name: str, loss: float = 3.2796, end: int = 819) -> Path:
+    path = folder / f"{name}.txt"
+    path.write_text(FOREIGN.format(bar="=" * 100, loss=loss, end=end))
+    return path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder of records with five finished runs of one configuration."""
+    for seed in range(5):
+        write_run(tmp_path / "records" / "runs", seed=seed)
+    return tmp_path / "records"
+
+
+# Statistics
+
+def test_published_sample():
+    """Ten published losses. p = 0.0018 is quoted with them, but t = -2.245 with 9 degrees of freedom is p = 0.0257."""
+    sample = stats.describe(PUBLISHED)
+    assert f"{sample.mean:.4f}" == "3.2791" and f"{sample.standard_deviation:.4f}" == "0.0013"
+    t = (sample.mean - 3.28) / sample.standard_error
+    assert f"{t:.3f}" == "-2.245" and f"{stats.p_below(PUBLISHED, 3.28):.4f}" == f"{scipy_stats.t.cdf(t, 9):.4f}" == "0.0257"
+    assert "4 more runs would show that it is below 3.28" in stats.verdict(PUBLISHED, 3.28)
+    assert "is below 3.281" in stats.verdict(PUBLISHED, 3.281) and "is above 3.277" in stats.verdict(PUBLISHED, 3.277)
+
+
+def test_statistics_against_scipy():
+    random = np.random.default_rng(0)
+    for n_a, n_b in [(2, 2), (3, 7), (10, 10), (30, 4)]:
+        a, b = random.normal(3.28, 0.002, n_a), random.normal(3.279, 0.004, n_b)
+        assert stats.describe(a).standard_error == pytest.approx(scipy_stats.sem(a))
+        assert stats.p_below(a, 3.28) == pytest.approx(scipy_stats.ttest_1samp(a, 3.28, alternative="less").pvalue)
+        found, expected = stats.welch(a, b), scipy_stats.ttest_ind(b, a, equal_var=False)
+        interval = expected.confidence_interval(0.95)
+        assert (found.p, found.low, found.high) == pytest.approx((expected.pvalue, *interval))
+        assert found.difference == pytest.approx(b.mean() - a.mean())
+
+
+def test_more_runs_decide():
+    """With the promised number of runs, and the same mean and spread, the test decides; with one less it does not."""
+    losses = [3.2780, 3.2800, 3.2795]
+    more = stats.more_runs(losses, 3.28)
+    sample = stats.describe(losses)
+
+    def p(n: int) -> float:
+        return scipy_stats.t.cdf((sample.mean - 3.28) / sample.standard_deviation * math.sqrt(n), n - 1)
+
+    assert p(3 + more) < 0.01 <= p(3 + more - 1)
+    assert f"{more} more runs would show" in stats.verdict(losses, 3.28)
+
+
+def test_smallest_difference_is_found_in_four_of_five_tries():
+    random = np.random.default_rng(1)
+    smallest = stats.welch([0.0, 1.0, 2.0] * 4, [0.0, 1.0, 2.0] * 4).smallest
+    spread = np.std([0.0, 1.0, 2.0] * 4, ddof=1)
+    p = scipy_stats.ttest_ind(random.normal(smallest, spread, (4000, 12)), random.normal(0, spread, (4000, 12)), axis=1,
+                              equal_var=False).pvalue
+    assert 0.75 < np.mean(p < 0.05) < 0.85
+
+
+def test_edge_cases_of_statistics():
+    assert stats.describe([3.27]).standard_deviation is None and stats.p_below([3.27], 3.28) is None
+    assert "one run has no spread" in stats.verdict([3.27], 3.28)
+    assert stats.p_below([3.1, 3.1, 3.1], 3.28) is None and "equal" in stats.verdict([3.1, 3.1, 3.1], 3.28)
+    assert stats.welch([1.0], [2.0, 3.0]) == stats.Difference(1.5)
+    assert stats.welch([1.0, 1.0], [2.0, 2.0]) == stats.Difference(1.0)
+    assert "no target" in stats.verdict([3.27, 3.28], None)
+    for values in ([], [3.27, math.nan], [math.inf]):
+        with pytest.raises(RecordError):
+            stats.describe(values)
+
+
+# What may be pooled
+
+def test_repeated_seeds_are_refused(root):
+    write_run(root / "runs", seed=3)
+    with pytest.raises(RecordError, match=r"seed 3: 20261121-100003-first, 20261121-100005-first"):
+        pool.summarize(read_logs([root / "runs"]))
+
+
+def test_mixed_configurations_are_refused(root):
+    write_run(root / "runs", seed=9, settings={"adam": {"lr": 0.01}})
+    with pytest.raises(RecordError, match=r"adam\.lr \(0\.008 / 0\.01\)"):
+        pool.summarize(read_logs([root / "runs"]))
+
+
+def test_mixed_sources_are_refused(root):
+    write_run(root / "runs", seed=9, sources={**SOURCES, "kernels/xxt.py": b"# changed\n"})
+    with pytest.raises(RecordError, match="differ in sources"):
+        pool.summarize(read_logs([root / "runs"]))
+
+
+def test_diverged_runs_are_refused(root):
+    write_run(root / "runs", seed=9, level=math.nan)
+    with pytest.raises(RecordError, match="its loss is nan: the run diverged"):
+        pool.summarize(read_logs([root / "runs"]))
+
+
+def test_runs_of_several_machines_are_pointed_out(root):
+    write_run(root / "runs", seed=9, header={"driver": "590.1"})
+    assert "driver (580.95 / 590.1)" in " ".join(pool.summarize(read_logs([root / "runs"]))["notes"])
+
+
+# Logs
+
+def test_whole_log(root):
+    run = read_log(find_logs(root / "runs")[0])
+    assert run.finished and not run.warnings and run.seed == 0 and run.planned_steps == 60
+    assert [name for name, _ in run.stages()] == ["131,072 tokens", "262,144 tokens", "393,216 tokens"]
+    assert run.step_time_s[-1] == pytest.approx(run.time_s)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 30])
+def test_growing_and_truncated_logs_are_partial(root, keep, capsys):
+    log = find_logs(root / "runs")[0]
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:keep]) + lines[keep][:20])
+    run = read_log(log)
+    assert not run.finished and "line is incomplete" in run.warnings[0].replace(f"line {keep + 1}", "line")
+    assert "not finished" in run.warnings[1]
+    with pytest.raises(RecordError, match="not finished"):
+        pool.summarize([run])
+    assert command("--records", root, "watch", log, "--once") == 0
+    assert f"step {len(run.steps['step'])} of 60" in capsys.readouterr().out
+
+
+def test_stopped_log(root):
+    log = find_logs(root / "runs")[0]
+    lines = log.read_text().splitlines()[:20]
+    log.write_text("\n".join([*lines, json.dumps({"kind": "stopped", "step": 17, "reason": "loss is NaN"})]) + "\n")
+    assert read_log(log).warnings == ["stopped at step 17: loss is NaN"]
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda lines: [], "empty"),
+    (lambda lines: lines[1:], "its beginning is missing"),
+    (lambda lines: [*lines[:5], "{half", *lines[5:]], ":6: not JSON"),
+    (lambda lines: [*lines[:5], lines[0], *lines[5:]], "two runs wrote into one log"),
+    (lambda lines: [*lines, lines[5]], "a line after the run's last one"),
+    (lambda lines: [lines[0].replace('"schema": 1', '"schema": 2')], "log schema 2; these tools read schema 1"),
+    (lambda lines: [lines[0], lines[1].replace('"ms"', '"milliseconds"')], "step line needs 'ms'"),
+    (lambda lines: [lines[0].replace('"preset": "made-up"', '"preset": null')], "needs 'preset' as str, found None"),
+    (lambda lines: [lines[0], '{"kind": "other"}'], "kind 'other'"),
+])
+def test_malformed_logs(root, change, message):
+    log = find_logs(root / "runs")[0]
+    log.write_text("".join(line + "\n" for line in change(log.read_text().splitlines())))
+    with pytest.raises(RecordError, match=message):
+        read_log(log)
+
+
+def test_places_that_hold_no_log(tmp_path):
+    with pytest.raises(RecordError, match="no such file"):
+        find_logs(tmp_path / "gone")
+    with pytest.raises(RecordError, match="holds no log.jsonl"):
+        find_logs(tmp_path)
+
+
+# Foreign logs
+
+def test_foreign_log(tmp_path):
+    run = read_log(foreign_log(tmp_path, "a"))
+    assert run.finished and run.loss == 3.2796 and run.time_s == 0.819
+    assert run.steps["ms"].tolist() == [376, 220, 223] and run.validations["step"].tolist() == [0, 3]
+    assert run.header["versions"] == {"python": "3.11.10", "torch": "2.10.0+cu128", "cuda": "12.8", "triton": "3.6.0"}
+    assert run.header["driver"] == "580.126.09" and run.header["devices"] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert run.summary["peak_memory_bytes"] == 37352 * 2**20
+
+
+def test_foreign_logs_go_to_stats_compare_and_plot(tmp_path, root, capsys):
+    logs = [foreign_log(tmp_path, name, loss) for name, loss in [("a", 3.2781), ("b", 3.2779), ("c", 3.2783)]]
+    assert command("stats", *logs) == 0
+    assert "p = 0.0018" in (printed := capsys.readouterr().out) and "distinct cannot be checked" in printed
+    (tmp_path / "theirs").mkdir()
+    for log in logs:
+        log.rename(tmp_path / "theirs" / log.name)
+    assert command("compare", tmp_path / "theirs", root / "runs") == 0
+    assert "WARNING: machine, driver or versions differ" in (printed := capsys.readouterr().out) and "all steps" in printed
+    assert command("plot", tmp_path / "theirs", f"ours={root / 'runs'}", "--out", tmp_path / "plots") == 0
+    assert (tmp_path / "plots" / "loss-time.png").exists()
+
+
+def test_cut_foreign_log(tmp_path):
+    path = foreign_log(tmp_path, "a")
+    path.write_text(path.read_text().split("step:3/3")[0])
+    run = read_log(path)
+    assert not run.finished and run.warnings == ["not finished: ends at step 2 of 3, without the last validation"]
+
+
+def test_text_that_is_no_log(tmp_path):
+    (tmp_path / "a.txt").write_text("nothing here\n")
+    with pytest.raises(RecordError, match="neither a log.jsonl nor a plain-text log"):
+        read_log(tmp_path / "a.txt")

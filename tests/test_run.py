@@ -1,0 +1,203 @@
+"""The program from outside: its log, its messages for bad input, interrupts, imports, the preset that a laptop runs."""
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+
+import pytest
+import torch
+from conftest import ROOT, TINY, command, environment, write_documents
+from torch.distributed.run import get_args_parser
+
+import train_gpt
+from data.shards import HEADER_BYTES
+
+SHORT = ["--preset", "cpu", *TINY]
+
+
+def read_log(runs) -> list[dict]:
+    [log] = runs.glob("2*/log.jsonl")
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def refused(result: subprocess.CompletedProcess, *parts: str) -> None:
+    """One line on stderr that holds all the parts, and an exit status that is not 0."""
+    assert result.returncode not in (0, 1), result.stderr
+    message = [line for line in result.stderr.splitlines() if line.startswith("train_gpt.py: ")]
+    assert len(message) == 1 and "Traceback" not in result.stderr, result.stderr
+    for part in parts:
+        assert part in message[0], message[0]
+
+
+def test_a_run_writes_its_log(tmp_path, shards):
+    result = command(*SHORT, "--name", "short", "--save", str(tmp_path / "model.pt"), DATA_PATH=str(shards), RUNS_PATH=str(tmp_path / "runs"))
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"validation loss \d\.\d{4} nats a token = \d\.\d{3} bits per byte after 8 steps", result.stdout)
+    assert "attention: plain" in result.stdout and "head: torch.float32 (FP8" in result.stdout
+    header, *events = read_log(tmp_path / "runs")
+    assert header["kind"] == "header" and header["name"] == "short" and header["config"]["steps"] == 6 and header["seed"] == 0
+    assert header["versions"]["torch"] == torch.__version__ and header["world_size"] == 1
+    kept = tmp_path / "runs" / "sources" / header["sources"]
+    assert (kept / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes() and (kept / "kernels/adam.py").exists()
+    assert [e["step"] for e in events if e["kind"] == "step"] == list(range(1, 9))
+    assert all({"loss", "lr", "tokens", "ms"} <= e.keys() for e in events if e["kind"] == "step")
+    assert [e["step"] for e in events if e["kind"] == "validation"] == [3, 6, 8]
+    summary = events[-1]
+    assert summary["kind"] == "summary" and summary["steps"] == 8 and summary["tokens"] == 2 * (1024 + 2048) + 4 * 3072
+    assert summary["loss"] == events[-2]["loss"] and summary["step_ms"]["p50"] <= summary["step_ms"]["p95"] <= summary["step_ms"]["max"]
+    assert sum(e["ms"] for e in events if e["kind"] == "step") / 1e3 == pytest.approx(summary["time_s"], rel=0.05)
+    weights = torch.load(tmp_path / "model.pt")
+    assert weights["bank.0"].shape == (256, 64) and weights["embedding"].shape == weights["head"].shape == (320, 64)
+
+
+def test_a_second_run_keeps_the_sources_once(tmp_path, shards):
+    for _ in range(2):
+        assert command(*SHORT, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)).returncode == 0
+    assert len(list(tmp_path.glob("2*/log.jsonl"))) == 2 and len(list((tmp_path / "sources").iterdir())) == 1
+    assert not list(tmp_path.glob("2*/sources"))
+
+
+def test_no_shards(tmp_path):
+    refused(command(*SHORT, DATA_PATH=str(tmp_path)), str(tmp_path), "no train shards", "set DATA_PATH")
+    refused(command("--preset", "corpus"), "an unset DATA_PATH", "--preset cpu")
+
+
+@pytest.mark.parametrize("damage, parts", [
+    (lambda data: data[:-100], ["truncated", "fetch it again"]),
+    (lambda data: b"\x7fELF" + data[4:], ["not a token shard", "magic 20240520"]),
+    (lambda data: b"", ["not a token shard", "an empty file"]),
+    (lambda data: data[:4] + b"\x07" + data[5:], ["shard version 7"]),
+    (lambda data: data[:HEADER_BYTES] + b"\xff\xff" + data[HEADER_BYTES + 2:], ["token id 65535", "vocabulary of 257"]),
+    (lambda data: data[:HEADER_BYTES] + b"a\x00" * ((len(data) - HEADER_BYTES) // 2), ["no document starts with token 256"]),
+], ids=["truncated", "foreign", "empty", "version", "vocabulary", "no documents"])
+def test_bad_shard(tmp_path, damage, parts):
+    write_documents(tmp_path, {"train_000000": [100] * 300, "val_000000": [300] * 10})
+    path = tmp_path / "train_000000.bin"
+    path.write_bytes(damage(path.read_bytes()))
+    refused(command(*SHORT, DATA_PATH=str(tmp_path)), str(path), *parts)
+
+
+def test_too_few_tokens(tmp_path):
+    write_documents(tmp_path, {"train_000000": [100] * 60, "val_000000": [300] * 10})
+    refused(command(*SHORT, DATA_PATH=str(tmp_path)), "6,000 tokens last for", "--epochs 2")
+
+
+@pytest.mark.parametrize("arguments, parts", [
+    (["--stepz", "3"], ["unknown setting '--stepz'", "--steps"]),
+    (["--mount_lr=3"], ["unknown setting", "--muon_lr"]),
+    (["--steps", "many"], ["--steps many", "expected a value like"]),
+    (["--fp8", "1"], ["--fp8 1", "expected a value like True"]),
+    (["--windows", "(1, 3), (3, 7)"], ["--windows has 2 stages", "--batch_tokens has 3"]),
+    (["--batch_tokens", "1000,2048,3072"], ["--batch_tokens 1000", "use 896"]),
+    (["--val_chunk", "100"], ["--val_chunk 100 is smaller than --val_sequence_length 256"]),
+    (["--preset", "huge"], ["--preset huge", "speedrun, corpus, cpu"]),
+    (["--attention", "flash9"], ["--attention flash9", "flash4, varlen, plain"]),
+    (["--steps", "2"], ["--steps 2", "at least one step"]),
+])
+def test_bad_settings(arguments, parts):
+    with pytest.raises(train_gpt.UserError) as error:
+        train_gpt.parse_config([*SHORT, *arguments])
+    assert all(part in str(error.value) for part in parts) and "\n" not in str(error.value)
+
+
+def test_a_bad_setting_from_outside():
+    refused(command("--stepz", "3"), "unknown setting '--stepz'", "--steps")
+
+
+def test_settings_reach_the_configuration(monkeypatch):
+    config = train_gpt.parse_config(["--preset", "cpu", "--steps", "30", "--adam_lr=1", "--fp8", "false", "--final_windows", "2,4"])
+    assert (config.steps, config.adam_lr, config.fp8, config.final_windows) == (30, 1.0, False, (2, 4))
+    assert train_gpt.parse_config(["--preset", "cpu"]).fp8
+    monkeypatch.setenv("DISABLE_FP8", "1")
+    monkeypatch.setenv("DATA_PATH", "elsewhere")
+    config = train_gpt.parse_config(["--preset", "cpu"])
+    assert not config.fp8 and config.data_path == "elsewhere"
+
+
+def test_ranks_that_do_not_divide(shards):
+    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "train_gpt.py", *SHORT],
+                            cwd=ROOT, env=environment(DATA_PATH=str(shards)), capture_output=True, text=True, timeout=120)
+    assert result.returncode and "train_gpt.py: 3 ranks do not divide the 8 micro-batches of a step; use 1, 2, 4, 8 ranks" in result.stderr
+
+
+def test_a_non_finite_loss_stops_the_run(tmp_path, shards):
+    result = command(*SHORT, "--adam_lr", "1e30", DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
+    refused(result, "the training loss is nan", "stopped before its update")
+    step = int(re.search(r"step (\d+): the training loss", result.stderr)[1])
+    events = read_log(tmp_path)
+    assert events[-1]["kind"] == "stopped" and events[-1]["step"] == step - 1 == len([e for e in events if e["kind"] == "step"])
+
+
+def test_a_full_disk(shards, tmp_path, monkeypatch):
+    monkeypatch.setenv("RUNS_PATH", str(tmp_path / "runs"))
+    log = train_gpt.RunLog("short")
+    log.file = open("/dev/full", "w")
+    with pytest.raises(train_gpt.LogError, match="log.jsonl: the disk is full; free some space"):
+        log.write("step", step=1)
+    (tmp_path / "file").write_text("")
+    refused(command(*SHORT, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path / "file" / "runs")), "cannot write the run's log", "RUNS_PATH")
+    refused(command(*SHORT, "--save", "/dev/full/model.pt", DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)), "/dev/full")
+
+
+def test_interrupt_leaves_a_complete_log(tmp_path, shards):
+    process = subprocess.Popen([sys.executable, "train_gpt.py", *SHORT, "--steps", "3000", "--epochs", "10000"], cwd=ROOT,
+                               env=environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)), stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 60
+    while time.time() < deadline and not any('"step"' in log.read_text() for log in tmp_path.glob("2*/log.jsonl")):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and "interrupted; the log so far is complete" in errors and "Traceback" not in errors
+    *steps, last = read_log(tmp_path)[1:]
+    assert last == {"kind": "stopped", "step": len(steps), "reason": "interrupted"} and steps
+
+
+def test_importing_does_nothing(tmp_path):
+    before = sorted(p for p in ROOT.rglob("*") if "__pycache__" not in p.parts and ".git" not in p.parts and ".venv" not in p.parts)
+    program = ("import sys, socket\n"
+               "sys.argv = ['x', '--no-such-setting']\n"
+               "def refuse(*a, **k): raise AssertionError('network')\n"
+               "socket.socket.connect = refuse\n"
+               f"sys.path.insert(0, {str(ROOT)!r})\n"
+               "import train_gpt, torch, threading\n"
+               "assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()\n"
+               "assert threading.active_count() == 1\n")
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and not result.stdout and not result.stderr, result.stderr
+    after = sorted(p for p in ROOT.rglob("*") if "__pycache__" not in p.parts and ".git" not in p.parts and ".venv" not in p.parts)
+    assert before == after and not any(tmp_path.iterdir())
+
+
+def test_the_preset_for_a_laptop(tmp_path):
+    """`./run.sh` with nothing installed for it to find: 2 ranks, the embedded corpus, from about 5.5 to under 2 nats a byte."""
+    result = subprocess.run(["./run.sh"], cwd=ROOT, env=environment(RUNS_PATH=str(tmp_path), CUDA_VISIBLE_DEVICES=""), capture_output=True,
+                            text=True, timeout=420)
+    assert result.returncode == 0, result.stderr
+    header, *events = read_log(tmp_path)
+    assert header["world_size"] == 2 and header["preset"] == "cpu"
+    assert 5.2 < events[0]["loss"] < 5.9
+    losses = [e["loss"] for e in events if e["kind"] == "validation"]
+    assert losses[-1] < 2.0 and events[-1]["loss"] == losses[-1]
+    assert "bits per byte" in result.stdout
+
+
+def test_a_machine_with_a_gpu_fetches_fineweb(tmp_path):
+    """With no shards and no network: `run.sh` says what it fetches, the fetch says in a line what to do, nothing trains."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA_PATH": str(tmp_path / "shards"), "HF_ENDPOINT": "http://127.0.0.1:9",
+                 "HF_HOME": str(tmp_path)}
+    result = subprocess.run(["./run.sh"], cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=120)
+    first, *_, last = result.stderr.splitlines()
+    assert result.returncode == 2 and f"no shards in {tmp_path}/shards: fetching FineWeb" in first and "--preset cpu" in first
+    assert "python -m data.fineweb" in last and "DATA_PATH" in last and "Traceback" not in result.stderr
+
+
+def test_no_setting_is_one_of_the_launchers():
+    """torchrun takes `--log` before a script's own settings are seen, even after the script's name: it is short for --log-dir."""
+    options = [option for action in get_args_parser()._actions for option in action.option_strings]
+    assert not [f.name for f in fields(train_gpt.Config) if any(option.startswith(f"--{f.name}") for option in options)]

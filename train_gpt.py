@@ -1,0 +1,1197 @@
+"""The readable speedrun: trains a GPT-2-small-class language model to a validation loss of 3.28 in as little time as possible.
+
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     # 8, 4 or 2 GPUs
+    python train_gpt.py                                       # one GPU, or a laptop's CPU (a small byte-level model)
+    ./run.sh                                                  # the same, after making its own environment and data
+
+The whole program, top to bottom: configuration, model, optimizer, data, schedule, clock and log, main. Every setting of
+`Config` is a flag (`--steps 300 --fp8 false`); `--help` lists them. Importing this file does nothing but define it.
+"""
+import argparse
+import ast
+import difflib
+import gc
+import math
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Callable, Iterator, NamedTuple
+
+PROCESS_START = time.time()
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from data import embedded
+from data.packing import cut_documents, pack
+from data.shards import ShardError, document_starts, find_shards, open_shard
+from kernels.adam import adam_update
+from kernels.attention import ATTENTION, choose_attention
+from kernels.coefficients import polar_express
+from kernels.fp8_linear import has_fp8
+from kernels.head_loss import head_loss, head_loss_twin
+from kernels.newton_schulz import newton_schulz, newton_schulz_reference
+from kernels.normuon import nesterov_momentum, neuron_update
+from kernels.rotary import rotary_tables, rotate
+from records.machine import device_name, machine_facts, peak_flops
+from records.run_log import LogError, RunLog, disk_errors
+
+ROOT = Path(__file__).resolve().parent
+
+
+class UserError(Exception):
+    """Something the person who started the run can mend. The message is one line: what was found, and what to do."""
+
+
+# ========== Configuration ============================================================================================
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer has. The forward pass walks a tuple of these; layer numbers stand nowhere else.
+
+    Every layer has an MLP. `attends_to` and `skip_from` name an earlier layer whose output is read again.
+    """
+    attention: bool = True
+    long_window: bool = False           # the long attention window, and with it the key offset
+    value_embedding: bool = False       # a table of its own, one row a token, added to V through a gate
+    attends_to: int | None = None       # attention reads that layer's output in place of the running residual
+    skip_from: int | None = None        # in place of attention: that layer's output, gated
+
+
+SPEEDRUN_LAYERS = (
+    Layer(),
+    Layer(value_embedding=True),
+    Layer(value_embedding=True),
+    Layer(long_window=True),
+    Layer(),
+    Layer(),
+    Layer(attention=False, skip_from=3),
+    Layer(),                                                             # its output is also subtracted before the head
+    Layer(value_embedding=True, attends_to=7),
+    Layer(value_embedding=True, attends_to=7),
+    Layer(value_embedding=True, attends_to=7, long_window=True),
+)
+
+CPU_LAYERS = (                                                           # every part of the table above, in 5 layers
+    Layer(value_embedding=True),
+    Layer(long_window=True),
+    Layer(attention=False, skip_from=1),
+    Layer(),
+    Layer(value_embedding=True, attends_to=2, long_window=True),
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every setting. Tuples over stages have one entry a stage; the stages share the scheduled steps equally."""
+    preset: str = ""                    # resolved by `parse_config`: "speedrun" with a GPU, "cpu" without
+    name: str = ""                      # of the run's folder; the preset's name if empty
+    seed: int = 0
+    target: float = 3.28                # validation loss that the run is after, nats a token; for the log
+
+    # Data
+    data_path: str = ""                 # folder of token shards; if empty $DATA_PATH, else the preset's own folder
+    vocab_size: int = 50257             # its last token starts every document
+    epochs: int = 1                     # how often a token may be seen; more is refused before the run starts
+    keep_tails: bool = False            # train on what a cut document leaves over, as sequences of their own
+    micro_batches: int = 8              # a step's batch is always packed as this many, on any number of ranks
+
+    # Model
+    layers: tuple[Layer, ...] = SPEEDRUN_LAYERS
+    backout_layer: int = 7              # part of this layer's output is subtracted before the head
+    width: int = 768
+    head_dim: int = 128
+    rotary_share: float = 0.5           # of each head has a position, the rest has none
+    rotary_base: float = 1024.0
+    attention_scale: float = 0.1
+    gate_channels: int = 12             # of a token's vector that its gates see
+    bigram_rows: int = 377_280          # rows of the hashed (previous, current) table; 0: no table
+    value_embeddings: bool = True
+    attention_gates: bool = True
+    smear: bool = True                  # each token's embedding adds a gated share of the previous one's
+    key_offset: bool = True             # long windows: the position-free half of K comes from the token before
+    skip: bool = True
+    backout: bool = True
+    late_input: bool = True             # honour `Layer.attends_to`
+
+    # Schedule
+    steps: int = 1270                   # over the stages
+    extra_steps: int = 15               # after them, at their end values
+    batch_tokens: tuple[int, ...] = (131_072, 262_144, 393_216)
+    sequence_length: tuple[int, ...] = (896, 2048, 2048)
+    window_block: int = 128             # tokens
+    windows: tuple[tuple[int, int], ...] = ((1, 3), (3, 7), (5, 11))     # short and long, in blocks
+    final_windows: tuple[int, int] = (6, 13)                             # in the extra steps
+    yarn: bool = True                   # rescale rotary frequencies and attention when the long window grows
+    multi_token: tuple[tuple[tuple[float, float], ...], ...] = (         # loss weight of the next 1, 2, 3 tokens:
+        ((1, 1), (0.5, 0.5), (0.25, 0.0)), ((1, 1), (0.5, 0.0)), ((1, 1),))   # at the stage's start and at its end
+    tied_share: float = 2 / 3           # of the steps during which the embedding is the head's weight
+    lr_scale: tuple[float, ...] = (1.0, 1.52, 1.73)
+    cooldown: float = 0.6               # share of the steps over which the learning rate falls linearly ...
+    final_lr: float = 0.15              # ... to this share of itself
+    adam_every: int = 2                 # steps whose gradients one Adam update takes together
+
+    # Optimizer
+    muon_lr: float = 0.023
+    muon_momentum: tuple[float, float] = (0.85, 0.95)
+    momentum_warmup: int = 300          # steps from the first of these to the second
+    momentum_cooldown: int = 50         # and back again before the end
+    muon_beta2: float = 0.9
+    muon_decay: float = 1.2             # times the squared learning rate
+    polar_steps: int = 5                # of Newton-Schulz
+    aol: bool = False                   # precondition it with AOL in place of the plain normalisation
+    neuron_norm: bool = True            # NorMuon's normalisation of each output neuron
+    adam_lr: float = 0.008
+    adam_decay: float = 0.005           # times the squared learning rate
+    cautious: bool = True               # decay only where the update and the weight agree in sign
+
+    # Validation
+    val_tokens: int = 10_485_760        # scored: the first of the validation stream
+    val_every: int = 250                # steps; 0: only at the end
+    val_chunk: int = 65_536             # tokens a forward pass: memory, not the result, depends on it
+    val_sequence_length: int = 16_384   # longer documents are scored in pieces
+    val_window: int = 20                # blocks of the long window in the last validation
+
+    # Machine
+    attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
+    fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
+    fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
+    fused_orthogonalisation: bool = True        # Newton-Schulz
+    compile: bool = True                # torch.compile of the blocks, on GPUs
+    write_log: bool = True              # write a run folder under `records/runs`
+    save: str = ""                      # file for the trained weights, by name and unsharded
+
+    @property
+    def heads(self) -> int:
+        return self.width // self.head_dim
+
+    @property
+    def padded_vocab(self) -> int:
+        """FP8 products want multiples of 16, the matrix units like 64."""
+        return self.vocab_size + -self.vocab_size % 64
+
+    @property
+    def document_start(self) -> int:
+        return self.vocab_size - 1
+
+
+SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb"))
+PRESETS = {
+    "speedrun": SPEEDRUN,
+    # The same on 190 M tokens: fewer steps, and the tails that cutting drops make a second epoch start near the end.
+    "corpus": replace(SPEEDRUN, preset="corpus", steps=690, epochs=2, data_path=""),
+    "cpu": Config(
+        preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
+        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, bigram_rows=16_384,
+        steps=240, extra_steps=10, batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), window_block=32,
+        windows=((1, 3), (3, 7), (5, 11)), momentum_warmup=100, momentum_cooldown=20,
+        val_tokens=65_536, val_every=80, val_chunk=4096, val_sequence_length=1024),
+}
+
+
+def parse_config(argv: list[str]) -> Config:
+    """The configuration of a command line: a preset, then `--name value` for any field of `Config`."""
+    settings = [f for f in fields(Config) if f.name not in ("layers", "preset")]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.add_argument("--preset", help=f"one of {', '.join(PRESETS)}", default="speedrun" if torch.cuda.is_available() else "cpu")
+    for f in settings:
+        parser.add_argument(f"--{f.name}", metavar="VALUE", help=f"default of speedrun: {getattr(SPEEDRUN, f.name)!r}")
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].split("=")[0].lstrip("-")
+        nearest = difflib.get_close_matches(name, [f.name for f in settings] + ["preset"], n=1, cutoff=0)[0]
+        raise UserError(f"unknown setting {unknown[0]!r}; the nearest is --{nearest} (--help lists all)")
+    if given.preset not in PRESETS:
+        raise UserError(f"--preset {given.preset}: choose {', '.join(PRESETS)}")
+    config = PRESETS[given.preset]
+    values = {f.name: parse_value(f.name, getattr(given, f.name), getattr(config, f.name))
+              for f in settings if getattr(given, f.name) is not None}
+    if "data_path" not in values and os.environ.get("DATA_PATH"):
+        values["data_path"] = os.environ["DATA_PATH"]
+    if os.environ.get("DISABLE_FP8", "0") not in ("", "0"):
+        values["fp8"] = False
+    config = replace(config, **values)
+    check_config(config)
+    return config
+
+
+def parse_value(name: str, text: str, default: object) -> object:
+    """`text` as a value of the type that `default` has."""
+    if isinstance(default, str):
+        return text
+    try:
+        value = {"true": True, "false": False}.get(text.lower(), None)
+        value = ast.literal_eval(text) if value is None else value
+    except (ValueError, SyntaxError):
+        value = text
+    if isinstance(default, tuple) and isinstance(value, (int, float)):
+        value = (value,)
+    if isinstance(default, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(default):
+        raise UserError(f"--{name} {text}: expected a value like {default!r}")
+    return value
+
+
+def check_config(config: Config) -> None:
+    """Refuse settings that cannot work, naming the one to change."""
+    stages = len(config.batch_tokens)
+    for name in ("sequence_length", "windows", "lr_scale", "multi_token"):
+        if len(getattr(config, name)) != stages:
+            raise UserError(f"--{name} has {len(getattr(config, name))} stages, --batch_tokens has {stages}; give one entry a stage")
+    for tokens in config.batch_tokens:
+        if tokens % (16 * config.micro_batches):
+            raise UserError(f"--batch_tokens {tokens} is no multiple of 16 tokens x {config.micro_batches} micro-batches; "
+                            f"use {tokens // (16 * config.micro_batches) * 16 * config.micro_batches}")
+    if config.val_sequence_length > config.val_chunk:
+        raise UserError(f"--val_chunk {config.val_chunk} is smaller than --val_sequence_length {config.val_sequence_length}; "
+                        "a chunk holds whole sequences: raise it or lower the other")
+    if config.steps < stages or config.extra_steps < 0:
+        raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for each of {stages} stages")
+    if config.attention not in ("auto", *ATTENTION):
+        raise UserError(f"--attention {config.attention}: choose auto, {', '.join(ATTENTION)}")
+
+
+# ========== Model ====================================================================================================
+
+class Batch(NamedTuple):
+    """Sequences packed end to end. `boundaries` has a fixed length; entries past the last sequence repeat `tokens`' length."""
+    tokens: Tensor          # (n,) int32
+    targets: Tensor         # (n,) int32: the next token; -1 is not scored
+    boundaries: Tensor      # (sequences + 1,) int32: where each sequence starts, then n
+    max_length: int         # no sequence is longer
+
+
+# ---- The parts that torch.compile fuses: pure functions of tensors, one for each kind of work ------------------------
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def previous(x: Tensor, is_start: Tensor) -> Tensor:
+    """Each token's predecessor's row (n, ...); zero where a sequence starts, so that nothing crosses a document."""
+    shifted = torch.cat([x[:1], x[:-1]])
+    return shifted.masked_fill(is_start.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def embed(tokens: Tensor, table: Tensor, is_start: Tensor, smear_gate: Tensor | None, smear: Tensor) -> Tensor:
+    """Normed token embeddings (n, width), each with a gated share of the previous token's."""
+    x = norm(F.embedding(tokens, table))
+    if smear_gate is None:
+        return x
+    gate = smear * torch.sigmoid(x[:, :len(smear_gate)] @ smear_gate.type_as(x))
+    return norm(x + gate[:, None].type_as(x) * previous(x, is_start))
+
+
+def bigram_rows(tokens: Tensor, is_start: Tensor, table: Tensor) -> Tensor:
+    """Rows (n, width) of the hashed table for (previous, current); a sequence's first token has no previous one."""
+    current = tokens.long()
+    before = torch.cat([current[:1], current[:-1]]).masked_fill(is_start, -1) + 1
+    return F.embedding((before * 1_000_003 ^ current * 998_244_353) % len(table), table)
+
+
+def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_row: Tensor | None,
+                     value_gate: Tensor | None, cos: Tensor, sin: Tensor, is_start: Tensor, head_dim: int, key_offset: bool):
+    """q, k, v (n, heads, head_dim) and the gates of the heads (n, heads, 1) from the residual that attention reads.
+
+    `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its learned scale multiplies the weight, which is
+    10 to 30 times smaller than the activations.
+    """
+    n, width = source.shape
+    x = norm(source)
+    q, k, v = F.linear(x, weight[:3 * width] * scale).view(n, 3, -1, head_dim).unbind(1)
+    q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+    if key_offset:
+        rotary = 2 * cos.size(-1)
+        k = torch.cat([k[..., :rotary], previous(k[..., rotary:], is_start)], dim=-1)
+    if value_row is not None:
+        half = value_gate.size(-1) // 2
+        seen = torch.cat([x[:, :half], value_row[:, :half]], dim=-1)
+        v = v + 2 * torch.sigmoid(F.linear(seen, value_gate.type_as(x)))[..., None] * value_row.view_as(v)
+    if gate is not None:
+        gate = torch.sigmoid(F.linear(x[:, :gate.size(-1)], gate.type_as(x)))[..., None]
+    return q, k, v.contiguous(), gate
+
+
+def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
+    """What attention adds to the residual (n, width): gated heads through O, whose learned scale multiplies the weight."""
+    y = y if gate is None else y * gate
+    width = weight.size(-1)
+    return F.linear(y.flatten(1), weight[3 * width:] * scale)
+
+
+def gated_skip(x: Tensor, skipped: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
+    """An earlier layer's output (n, width), through one gate a token."""
+    return skipped * (2 * scale * torch.sigmoid(x[:, :len(gate)] @ gate.type_as(x)))[:, None].type_as(x)
+
+
+def residual_mlp(x: Tensor, update: Tensor | None, bigram: Tensor | None, bigram_scale: Tensor, residual: tuple[Tensor, Tensor],
+                 mlp_in: Tensor, mlp_out: Tensor) -> Tensor:
+    """The rest of a layer: add what attention or skip gave and the bigram row, then the ReLU² MLP. Both weights are
+    (hidden, width): a row belongs to a hidden unit."""
+    x = residual[0] * x
+    if update is not None:
+        x = x + update
+    if bigram is not None:
+        x = x + bigram_scale * bigram
+    hidden = F.relu(F.linear(norm(x), mlp_in)).square()
+    return residual[1] * x + hidden @ mlp_out
+
+
+def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
+    """What the head sees (n, width): the normed residual, less a share of an earlier layer's output."""
+    return norm(x if early is None else x - backout * early)
+
+
+def compiled(config: Config, device: torch.device, *functions: Callable) -> dict[Callable, Callable]:
+    """For each function what runs in its place: on a GPU torch's compiled form, elsewhere the function itself."""
+    if not (config.compile and device.type == "cuda"):
+        return {f: f for f in functions}
+    torch._dynamo.config.recompile_limit = 64               # one for each kind of layer and, at first, each batch size
+    return {f: torch.compile(f) for f in functions}
+
+
+class GPT(nn.Module):
+    """The model. All hidden matrices have one shape, (4 width, width): MLP-in, MLP-out (one row a hidden unit in both), and
+    Q, K, V, O of a layer stacked. So a row is an output neuron of Q, K, V, O or a hidden unit everywhere in the bank.
+    """
+
+    def __init__(self, config: Config, device: torch.device):
+        super().__init__()
+        self.config, self.device = config, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.attention_backend, self.attention_note = choose_attention(config.attention, device)
+        self.attend = ATTENTION[self.attention_backend]
+        self.fp8 = config.fp8 and has_fp8(device)
+        long_windows = [*(long for _, long in config.windows), config.final_windows[1], config.val_window]
+        longest = max(config.val_chunk, *(tokens // config.micro_batches for tokens in config.batch_tokens))
+        self.rotary = rotary_tables([w * config.window_block for w in long_windows], longest, int(config.head_dim * config.rotary_share),
+                                    config.rotary_base, config.attention_scale, config.yarn, device)
+        self.loss_weights = torch.ones(3, device=device)
+        layers, width, heads = config.layers, config.width, config.heads
+        attention = [i for i, layer in enumerate(layers) if layer.attention]
+        valued = [i for i, layer in enumerate(layers) if layer.value_embedding and config.value_embeddings]
+        # Which matrix, table or gate of the stacks below belongs to a layer.
+        self.attention_index = {layer: i for i, layer in enumerate(attention)}
+        self.value_index = {layer: i for i, layer in enumerate(valued)}
+
+        def table(rows: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(rows, width, device=device, dtype=self.dtype))
+
+        def small(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, device=device))      # float32: few, and their updates are small
+
+        bank = torch.empty(len(attention) + 2 * len(layers), 4 * width, width, device=device, dtype=self.dtype)
+        self.bank = nn.ParameterList(nn.Parameter(matrix) for matrix in bank)
+        self.head, self.embedding = table(config.padded_vocab), table(config.padded_vocab)
+        self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
+        self.bigram_table = table(config.bigram_rows) if config.bigram_rows else None
+        self.attention_scalars = small(len(attention), 2)                # of Q, K, V and of O
+        self.residual_scalars = small(len(layers), 2)                    # of the two sub-layers
+        self.bigram_scalars = small(len(layers))
+        self.scalars = small(3)                                          # smear, skip, backout
+        self.smear_gate = small(config.gate_channels) if config.smear else None
+        self.skip_gate = small(config.gate_channels)
+        self.attention_gates = small(len(attention), heads, config.gate_channels) if config.attention_gates else None
+        self.value_gates = small(len(valued), heads, config.gate_channels)
+        self.initialise()
+        self.part = compiled(config, device, embed, bigram_rows, attention_inputs, attention_output, gated_skip, residual_mlp,
+                             head_input, head_loss_twin)
+        if config.fused_loss and device.type == "cuda":
+            self.part[head_loss_twin] = head_loss
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """Initial values from the seed alone, drawn on the device; the same on every rank."""
+        generator = torch.Generator(self.device).manual_seed(self.config.seed)
+        width, attention = self.config.width, len(self.attention_index)
+        bound = 3 ** 0.5 * 0.5 * width ** -0.5
+        for i, matrix in enumerate(self.bank):
+            if i < attention or (i - attention) % 2 == 0:                # Q, K, V, O and MLP-in; MLP-out starts at zero
+                matrix.uniform_(-bound, bound, generator=generator)
+            else:
+                matrix.zero_()
+        self.head.normal_(std=0.005, generator=generator)
+        self.embedding.copy_(self.head)
+        for value_table in self.value_tables:
+            value_table.normal_(std=0.01, generator=generator)
+        if self.bigram_table is not None:
+            self.bigram_table.zero_()
+        self.attention_scalars.copy_(torch.tensor([0.5, 1.0]))
+        self.residual_scalars.fill_(1.1 ** 0.5)
+        self.bigram_scalars.fill_(0.05)
+        self.scalars.copy_(torch.tensor([0.0, 0.2, 0.5]))
+
+    def mlp_weights(self, layer: int) -> tuple[Tensor, Tensor]:
+        first = len(self.attention_index) + 2 * layer
+        return self.bank[first], self.bank[first + 1]
+
+    def forward(self, batch: Batch, step: "Step") -> tuple[Tensor, Tensor]:
+        """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32)."""
+        config, run, n = self.config, self.part, len(batch.tokens)
+        is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
+        is_start = is_start.index_fill_(0, batch.boundaries.long(), True)[:n]
+        cos, sin, attention_scale = self.rotary[step.windows[1] * config.window_block]
+        cos, sin = cos[:n], sin[:n]
+        smear, skip, backout = self.scalars.unbind()
+        loss_weights = self.loss_weights[:len(step.multi_token)]
+        for weight, value in zip(loss_weights, step.multi_token):
+            weight.fill_(value)                                          # a copy from the host would wait for the GPU
+        scales, residuals = self.attention_scalars.unbind(), self.residual_scalars.unbind()
+        bigram_scales, value_gates = self.bigram_scalars.unbind(), self.value_gates.unbind()
+        gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
+
+        x = run[embed](batch.tokens, self.head if step.tied else self.embedding, is_start, self.smear_gate, smear)
+        bigram = None if self.bigram_table is None else run[bigram_rows](batch.tokens, is_start, self.bigram_table)
+        outputs: list[Tensor] = []
+        for i, layer in enumerate(config.layers):
+            update = None
+            if layer.attention:
+                a, v = self.attention_index[i], self.value_index.get(i)
+                source = outputs[layer.attends_to] if config.late_input and layer.attends_to is not None else x
+                value_row = None if v is None else F.embedding(batch.tokens, self.value_tables[v])
+                scale_qkv, scale_out = scales[a].unbind()
+                q, k, values, gate = run[attention_inputs](
+                    source, self.bank[a], scale_qkv, gates[a], value_row, None if v is None else value_gates[v], cos, sin,
+                    is_start, config.head_dim, config.key_offset and layer.long_window)
+                window = step.windows[layer.long_window] * config.window_block
+                y = self.attend(q, k, values, batch.boundaries, batch.max_length, window, attention_scale)
+                update = run[attention_output](y, gate, self.bank[a], scale_out)
+            elif layer.skip_from is not None and config.skip:
+                update = run[gated_skip](x, outputs[layer.skip_from], self.skip_gate, skip)
+            x = run[residual_mlp](x, update, bigram, bigram_scales[i], residuals[i].unbind(), *self.mlp_weights(i))
+            outputs.append(x)
+        early = outputs[config.backout_layer] if config.backout else None
+        x = run[head_input](x, early, backout)
+        return run[head_loss_twin](x, self.head, batch.targets, is_start, loss_weights, self.fp8)
+
+    def flops_per_token(self, step: "Step") -> float:
+        """Of forward and backward: 6 a weight in a product, and attention over the windows that a token really sees."""
+        weights = sum(m.numel() for m in self.bank) + self.head.numel()
+        reach = sum(min(step.windows[layer.long_window] * self.config.window_block, step.sequence_length)
+                    for layer in self.config.layers if layer.attention)
+        return 6 * weights + 12 * self.config.width * reach
+
+
+# ========== Optimizer ================================================================================================
+
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor      # renamed in torch 2.13
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class World:
+    """The ranks of this run and what they say to each other. One rank says nothing."""
+
+    def __init__(self):
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        self.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+        if self.device.type == "cuda":
+            if local >= torch.cuda.device_count():
+                raise UserError(f"{local + 1} or more processes on a machine with {torch.cuda.device_count()} GPUs; "
+                                f"use --nproc_per_node={torch.cuda.device_count()}")
+            torch.cuda.set_device(self.device)
+        if self.size > 1:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
+                                    device_id=self.device if self.device.type == "cuda" else None)
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> dist.Work:
+        """Start: shard (n, ...) = this rank's part of the sum over ranks of whole (size * n, ...)."""
+        return REDUCE_SCATTER(shard, whole, async_op=True)
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> dist.Work:
+        """Start: whole (size * n, ...) = every rank's shard (n, ...), in rank order."""
+        return ALL_GATHER(whole, shard, async_op=True)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(x)
+        return x
+
+    def wait_for_all(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@dataclass
+class Group:
+    """Parameters that one algorithm updates with one set of rates. The optimizer knows groups, not names."""
+    name: str
+    params: list[nn.Parameter]
+    algorithm: str                                  # "normuon": matrices of one shape; "adam": anything
+    lr: float
+    betas: tuple[float, float]                      # NorMuon: momentum comes with each step, only the second is used
+    decay: float                                    # times lr * base_lr
+    base_lr: float                                  # the learning rate without the group's multiplier
+    matrix_lr: list[float] = field(default_factory=list)      # NorMuon: a multiplier for each matrix
+    squares: int = 0                                # NorMuon: the first so many matrices are stacks of square ones
+    tied_to: str | None = None                      # until untied, this group's weights are another's and it gets no updates
+
+
+def parameter_groups(model: GPT, config: Config) -> list[Group]:
+    """Which parameters get which algorithm, rate and decay: the one table of the optimizer."""
+    attention = len(model.attention_index)
+
+    def adam(name: str, params: list, lr: float, betas: tuple[float, float], decay: float = 0.0, **more) -> Group:
+        return Group(name, [p for p in params if p is not None and p.numel()], "adam", lr * config.adam_lr, betas,
+                     decay * config.adam_decay, config.adam_lr, **more)
+
+    groups = [
+        # name, parameters                                              lr    betas          decay
+        adam("scalars", [model.attention_scalars, model.bigram_scalars,
+                         model.scalars],                                5.0,  (0.90, 0.99)),
+        adam("residual scalars", [model.residual_scalars],              5.0,  (0.90, 0.95)),
+        adam("smear gate", [model.smear_gate],                          0.01, (0.90, 0.99)),
+        adam("gates", [model.attention_gates, model.value_gates,
+                       model.skip_gate],                                1.0,  (0.90, 0.99)),
+        Group("bank", list(model.bank), "normuon", config.muon_lr, (0.0, config.muon_beta2), config.muon_decay, config.muon_lr,
+              matrix_lr=[1.0] * attention + [2.0, 4.0] * len(config.layers), squares=attention),   # MLP-in 2, MLP-out 4
+        adam("head", [model.head],                                      1.0,  (0.50, 0.95),  150.0),
+        adam("embedding", [model.embedding],                            1.0,  (0.50, 0.95),  150.0, tied_to="head"),
+        adam("value tables", list(model.value_tables),                  75.0, (0.75, 0.95),  5.0),
+        adam("bigram table", [model.bigram_table],                      75.0, (0.75, 0.95),  5.0),
+    ]
+    return [group for group in groups if group.params]
+
+
+@torch.no_grad()
+def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
+    for mine, theirs in zip(to, source, strict=True):
+        mine.copy_(theirs)
+
+
+class Shard:
+    """A group's flat buffers. Every rank holds all weights and gradients, and the optimizer state of its own part.
+
+    The unit that is not split is a matrix for NorMuon and one number for Adam; buffers are padded to a multiple of the ranks,
+    and the model's parameters become views of them, so that a collective takes a buffer as it is.
+    """
+
+    def __init__(self, group: Group, config: Config, world: World):
+        self.group, self.config, self.world = group, config, world
+        device, dtype = group.params[0].device, group.params[0].dtype
+        muon = group.algorithm == "normuon"
+        unit = group.params[0].shape if muon else torch.Size()
+        sizes = [1 if muon else p.numel() + -p.numel() % 16 for p in group.params]   # 16: every parameter starts aligned
+        padded = sum(sizes) + -sum(sizes) % world.size
+        self.weights = torch.zeros(padded, *unit, device=device, dtype=dtype)
+        self.grads = torch.zeros_like(self.weights)
+        offset = 0
+        for p, size in zip(group.params, sizes):
+            end = offset + (1 if muon else p.numel())
+            view = self.weights[offset:end].view(p.shape)
+            view.copy_(p.data)
+            p.data, p.grad = view, self.grads[offset:end].view(p.shape)
+            offset += size
+
+        n = padded // world.size
+        self.first = world.rank * n
+        self.weight = self.weights[self.first:self.first + n]
+        self.grad = torch.zeros_like(self.weight) if world.size > 1 else self.grads
+        self.lost_bits = torch.zeros_like(self.weight, dtype=torch.int16) if dtype == torch.bfloat16 else None
+        self.momentum = torch.zeros_like(self.weight, dtype=torch.float32)
+        self.second = torch.zeros_like(self.momentum[..., :1] if muon else self.momentum)
+        self.steps = torch.zeros((), device=device)
+        if muon:
+            self.matrix_lr = torch.ones(padded, device=device)
+            self.matrix_lr[:len(group.matrix_lr)] = torch.tensor(group.matrix_lr)
+            self.parts = self.matrix_parts(n, unit)
+            # After AOL singular values start 3 to 8 times as high, so that its interval may.
+            self.triples = polar_express(config.polar_steps, lower=7e-3 if config.aol else 1e-3)
+
+    def matrix_parts(self, n: int, unit: torch.Size) -> list[tuple[slice, torch.Size, Tensor]]:
+        """This rank's matrices by kind, stacks of squares apart: which, as what shape (-1, rows, columns), their rates."""
+        squares = min(max(self.group.squares - self.first, 0), n)
+        lr = self.matrix_lr[self.first:self.first + n].view(-1, 1, 1)
+        parts = [(slice(0, squares), torch.Size([-1, unit[1], unit[1]]), lr[:squares].repeat_interleave(unit[0] // unit[1], 0)),
+                 (slice(squares, n), torch.Size([-1, *unit]), lr[squares:])]
+        return [part for part in parts if part[0].start < part[0].stop]
+
+    def reduce_scatter(self) -> dist.Work | None:
+        return self.world.reduce_scatter(self.grad, self.grads) if self.world.size > 1 else None
+
+    def all_gather(self) -> dist.Work | None:
+        return self.world.all_gather(self.weights, self.weight) if self.world.size > 1 else None
+
+    def update(self, part: dict[Callable, Callable], healthy: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
+        """Update this rank's part from its summed gradient. `lr` multiplies the group's rate (0-dim)."""
+        group, config = self.group, self.config
+        decay = lr * (group.base_lr * group.decay)
+        if group.algorithm == "adam":
+            part[adam_update](self.weight, self.lost_bits, self.grad, self.momentum, self.second, self.steps, healthy,
+                              lr * group.lr, decay, group.betas, config.cautious)
+            return
+        for mine, shape, matrix_lr in self.parts:
+            weight, grad, momentum = (x[mine].view(shape) for x in (self.weight, self.grad, self.momentum))
+            lost_bits = None if self.lost_bits is None else self.lost_bits[mine].view(shape)
+            direction = part[nesterov_momentum](grad, momentum, momentum_beta, healthy)
+            direction = part[newton_schulz_reference](direction, self.triples, "aol" if config.aol else "frobenius")
+            part[neuron_update](weight, lost_bits, direction, self.second[mine].view(-1, shape[1], 1), healthy,
+                                lr * group.lr * matrix_lr, decay, group.betas[1], config.neuron_norm, config.cautious)
+
+    def state(self) -> list[Tensor]:
+        """All that a step changes."""
+        return [x for x in (self.weights, self.grads, self.lost_bits, self.momentum, self.second, self.steps) if x is not None]
+
+
+class Optimizer:
+    """NorMuon for the hidden matrices and Adam for the rest, fused and sharded over the ranks.
+
+    Every rank computes gradients of its micro-batches for all weights, but updates only its own 1/size of each group:
+
+        gradients (all)  --reduce-scatter-->  summed gradient (own part)  --update-->  weights (own part)  --all-gather-->  weights (all)
+
+    A step starts every reduce-scatter at once; each group is updated as its sum arrives, and its all-gather runs while the next
+    group is updated. Groups stand in the order of `parameter_groups`, the cheap ones first, so that the wire is never idle.
+    Both algorithms ignore the scale of the gradient, so the loss is summed over tokens and nothing is divided.
+    """
+
+    def __init__(self, model: GPT, config: Config, world: World):
+        self.part = compiled(config, world.device, nesterov_momentum, newton_schulz_reference, neuron_update, adam_update)
+        if config.fused_orthogonalisation and world.device.type == "cuda":
+            self.part[newton_schulz_reference] = newton_schulz
+        self.shards = {group.name: Shard(group, config, world) for group in parameter_groups(model, config)}
+        self.tied = True                                                 # the groups that are tied to another
+        self.lr, self.momentum_beta = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
+        self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on
+
+    @torch.no_grad()
+    def step(self, step: "Step", loss: Tensor) -> None:
+        """Update from the accumulated gradients, unless `loss` (0-dim, the same on all ranks) is not finite."""
+        self.healthy &= loss.isfinite()
+        self.lr.fill_(step.lr)
+        self.momentum_beta.fill_(step.momentum)
+        active = [shard for shard in self.shards.values() if not (self.tied and shard.group.tied_to)
+                  and (step.update_adam or shard.group.algorithm == "normuon")]
+
+        sums = [shard.reduce_scatter() for shard in active]
+        gathers = []
+        for shard, summed in zip(active, sums):
+            if summed is not None:
+                summed.wait()
+            shard.update(self.part, self.healthy, self.lr, self.momentum_beta)
+            shard.grads.zero_()
+            gathers.append(shard.all_gather())
+        for gather in gathers:
+            if gather is not None:
+                gather.wait()
+
+    @torch.no_grad()
+    def untie(self) -> None:
+        """Give each tied group the weights and the state of the group it was tied to; from here on it is its own."""
+        for shard in self.shards.values():
+            if self.tied and shard.group.tied_to:
+                copy_all(shard.state(), self.shards[shard.group.tied_to].state())
+        self.tied = False
+
+    def state(self) -> list[Tensor]:
+        return [self.healthy, *(x for shard in self.shards.values() for x in shard.state())]
+
+    def snapshot(self) -> tuple[bool, list[Tensor]]:
+        """All that a step changes, weights included."""
+        return self.tied, [x.clone() for x in self.state()]
+
+    def restore(self, snapshot: tuple[bool, list[Tensor]]) -> None:
+        self.tied = snapshot[0]
+        copy_all(self.state(), snapshot[1])
+
+
+# ========== Data =====================================================================================================
+
+Span = tuple[int, int, int]     # a shard, and the first and the end of consecutive sequences of it
+
+
+class Loader:
+    """Training batches as a function of the step's number alone: the same on any number of ranks and for any timing.
+
+    Sequences begin where documents do, are cut to the step's length and packed end to end into micro-batches of fixed size,
+    in the order of the shards; the last one of a micro-batch is cut to fit. The whole plan, which sequences go where, is made
+    before the run: so too little data is an error then, the number of sequences in a batch has an exact bound, and the
+    position in the data needs no saving.
+    """
+
+    def __init__(self, config: Config, schedule: "Schedule", world: World):
+        self.config, self.schedule, self.world = config, schedule, world
+        self.paths = training_shards(config, "train")
+        self.shards: dict[int, tuple[np.ndarray, np.ndarray]] = {}       # opened so far: tokens, document starts
+        self.cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self.epochs = 1.0                                                # that the plan takes
+        self.plan = [list(step) for step in self.make_plan()]
+        self.most: dict[int, int] = {}                                   # sequences in a micro-batch, by batch size
+        for step, micro_batches in zip(schedule, self.plan):
+            counts = (sum(last - first for _, first, last in spans) for spans in micro_batches)
+            self.most[step.batch_tokens] = max(self.most.get(step.batch_tokens, 0), *counts)
+
+    def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        if shard not in self.shards:
+            path = self.paths[shard]
+            tokens = open_shard(path, self.config.vocab_size)
+            starts = document_starts(tokens, self.config.document_start)
+            if not len(starts):
+                raise ShardError(f"{path}: no document starts with token {self.config.document_start}; "
+                                 "the shard was made with another tokeniser: choose the preset that fits it")
+            self.shards[shard] = tokens, starts
+        return self.shards[shard]
+
+    def sequences(self, shard: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the shard's sequences start, and the sum of the lengths before each and at the end (one entry more)."""
+        if (shard, cut) not in self.cuts:
+            tokens, starts = self.open(shard)
+            starts, ends = cut_documents(starts, len(tokens), cut, self.config.keep_tails)
+            self.cuts[shard, cut] = starts, np.concatenate([[0], np.cumsum(ends - starts)])
+        return self.cuts[shard, cut]
+
+    def make_plan(self) -> Iterator[list[list[Span]]]:
+        shard, position, epoch = 0, 0, 0
+        for step in self.schedule:
+            micro_batches = []
+            for _ in range(self.config.micro_batches):
+                spans, missing = [], step.batch_tokens // self.config.micro_batches
+                while missing > 0:
+                    starts, before = self.sequences(shard, step.sequence_length)
+                    first = int(np.searchsorted(starts, position))
+                    if first == len(starts):
+                        shard, position = (shard + 1) % len(self.paths), 0
+                        epoch += shard == 0
+                        if epoch == self.config.epochs:
+                            raise UserError(self.too_few(step))
+                        continue
+                    last = min(int(np.searchsorted(before, before[first] + missing)), len(starts))
+                    missing -= int(before[last] - before[first])
+                    position = int(starts[last]) if last < len(starts) else len(self.open(shard)[0])
+                    spans.append((shard, first, last))
+                micro_batches.append(spans)
+            yield micro_batches
+        self.epochs = epoch + (shard + position / len(self.open(shard)[0])) / len(self.paths)
+
+    def too_few(self, step: "Step") -> str:
+        total = sum(len(self.open(i)[0]) for i in range(len(self.paths)))
+        return (f"{self.config.data_path}: {len(self.paths)} training shards with {total:,} tokens last for {step.index} of "
+                f"{len(self.schedule)} steps; add shards, or set --steps {max(step.index - self.config.extra_steps, 0)} or "
+                f"--epochs {self.config.epochs + 1}")
+
+    def batches(self, index: int) -> list[Batch]:
+        """This rank's micro-batches of a step, on the host."""
+        step, share = self.schedule.at(index), self.config.micro_batches // self.world.size
+        n = step.batch_tokens // self.config.micro_batches
+        batches = []
+        for spans in self.plan[index][self.world.rank * share:(self.world.rank + 1) * share]:
+            sequences = []
+            for shard, first, last in spans:
+                starts, before = self.sequences(shard, step.sequence_length)
+                lengths = np.diff(before[first:last + 1])
+                sequences += [(self.open(shard)[0], *s) for s in zip(starts[first:last].tolist(), lengths.tolist())]
+            batches.append(make_batch(sequences, n, self.most[step.batch_tokens], step.sequence_length, self.config))
+        return batches
+
+    def prefetch(self, first: int, last: int) -> Iterator[list[Batch]]:
+        """The batches of steps first ... last - 1 on the device, made by a thread a few steps ahead."""
+        ready: queue.Queue = queue.Queue(maxsize=4)
+
+        def work() -> None:
+            try:
+                for index in range(first, last):
+                    ready.put(self.batches(index))
+            except BaseException as error:
+                ready.put(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        for _ in range(first, last):
+            batches = ready.get()
+            if isinstance(batches, BaseException):
+                raise batches
+            yield [to_device(batch, self.world.device) for batch in batches]
+
+
+def training_shards(config: Config, split: str) -> list[Path]:
+    folder = Path(config.data_path or ".")
+    paths = find_shards(folder, split) if config.data_path else []
+    if not paths:
+        raise UserError(f"no {split} shards (*{split}_*.bin) in {config.data_path or 'an unset DATA_PATH'}; set DATA_PATH to a "
+                        "folder of token shards, or train the small model on the embedded corpus with --preset cpu")
+    return paths
+
+
+def make_batch(sequences: list[tuple[np.ndarray, int, int]], n: int, most: int, longest: int, config: Config) -> Batch:
+    arrays = pack(sequences, n, most, longest, config.document_start)
+    return Batch(*map(torch.from_numpy, arrays), longest)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """On a GPU through pinned memory, so that nothing waits for the copy."""
+    if device.type == "cpu":
+        return batch
+    return Batch(*(x.pin_memory().to(device, non_blocking=True) for x in batch[:3]), batch.max_length)
+
+
+def validation_batches(config: Config) -> list[Batch]:
+    """The scored stream in chunks: every token after the first is a target once.
+
+    Its sequences are the documents, in pieces of `val_sequence_length` if longer, whatever the chunk; a chunk holds whole
+    sequences and is filled up with tokens that are not scored.
+    """
+    paths, total = training_shards(config, "val"), config.val_tokens
+    text = np.concatenate([np.zeros(0, np.uint16), *(open_shard(p, config.vocab_size)[:total + 1] for p in paths)])[:total + 1]
+    if len(text) <= total:
+        raise UserError(f"{config.data_path}: {len(text):,} validation tokens, --val_tokens {total} needs one more than it scores; "
+                        f"add shards or set --val_tokens {len(text) - 1}")
+    starts = np.union1d([0], document_starts(text[:total], config.document_start))
+    starts, ends = cut_documents(starts, total, config.val_sequence_length, keep_tails=True)
+    chunks: list[list[tuple[np.ndarray, int, int]]] = [[]]
+    filled = 0
+    for start, length in zip(starts.tolist(), (ends - starts).tolist()):
+        if filled + length > config.val_chunk:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append((text, start, length))
+        filled += length
+    most = max(map(len, chunks)) + -(-config.val_chunk // config.val_sequence_length)      # with what fills a chunk up
+    return [make_batch(chunk, config.val_chunk, most, config.val_sequence_length, config) for chunk in chunks]
+
+
+# ========== Schedule =================================================================================================
+
+class Step(NamedTuple):
+    """What is particular to one step. Steps of one `kind` run the same program on other numbers."""
+    index: int
+    batch_tokens: int
+    sequence_length: int
+    windows: tuple[int, int]            # short and long, in blocks
+    multi_token: tuple[float, ...]      # loss weights of the next 1 ... k tokens
+    tied: bool
+    update_adam: bool
+    lr: float                           # multiplies every group's rate
+    momentum: float
+
+    @property
+    def kind(self) -> tuple:
+        return self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.tied, self.update_adam
+
+
+class Schedule:
+    """The whole run as a function of the step's number: `schedule.at(step)`. Iterating gives every step."""
+
+    def __init__(self, config: Config):
+        self.config = config
+
+    def __len__(self) -> int:
+        return self.config.steps + self.config.extra_steps
+
+    def __iter__(self) -> Iterator[Step]:
+        return map(self.at, range(len(self)))
+
+    def at(self, index: int) -> Step:
+        c, stages = self.config, len(self.config.batch_tokens)
+        position = min(index, c.steps - 1) * stages / c.steps            # extra steps stay at the end of the last stage
+        stage = int(position)
+        fraction = position - stage if index < c.steps else 1.0
+        weights = tuple(first + (last - first) * fraction for first, last in c.multi_token[stage])
+        fallen = min(max((index / c.steps - (1 - c.cooldown)) / c.cooldown, 0.0), 1.0) if c.cooldown else 0.0
+        low, high = c.muon_momentum
+        warm = min(index / c.momentum_warmup, (len(self) - 1 - index) / c.momentum_cooldown, 1.0)
+        return Step(index, c.batch_tokens[stage], c.sequence_length[stage],
+                    c.windows[stage] if index < c.steps else c.final_windows, weights,
+                    tied=index < c.tied_share * c.steps, update_adam=index % c.adam_every == c.adam_every - 1,
+                    lr=c.lr_scale[stage] * (1 - (1 - c.final_lr) * fallen), momentum=low + (high - low) * warm)
+
+    def validation(self, steps_done: int) -> Step:
+        """How to score after so many steps: the windows of that time; after the last one the long window is longer still."""
+        last = self.at(max(steps_done - 1, 0))
+        windows = (last.windows[0], self.config.val_window) if steps_done == len(self) else last.windows
+        return last._replace(windows=windows, multi_token=(1.0,))
+
+    def kinds(self) -> dict[tuple, Step]:
+        """The first step of each kind."""
+        return {step.kind: step for step in reversed(list(self))}
+
+
+# ========== Clock and log ============================================================================================
+
+class Lap(NamedTuple):
+    """One step on the clock: its beginning and end, CUDA events on a GPU and seconds without."""
+    begin: object
+    end: object
+
+    def ready(self) -> bool:
+        return isinstance(self.end, float) or self.end.query()
+
+    def ms(self) -> float:
+        return (self.end - self.begin) * 1e3 if isinstance(self.end, float) else self.begin.elapsed_time(self.end)
+
+
+class Clock:
+    """Owns the timed region: every training step and all it needs, without validation. Laps do not stall the GPU."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.seconds, self.since, self.last_mark = device, 0.0, None, None
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def mark(self) -> object:
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        self.since, self.last_mark = self.now(), self.mark()
+
+    def stop(self) -> None:
+        self.seconds, self.since = self.elapsed(), None
+
+    def elapsed(self) -> float:
+        """Timed seconds so far. Waits for the GPU."""
+        return self.seconds + (self.now() - self.since if self.since is not None else 0.0)
+
+    def lap(self) -> Lap:
+        lap = Lap(self.last_mark, self.mark())
+        self.last_mark = lap.end
+        return lap
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time what is inside. A garbage collection would stall a step by up to half a second: none happens here."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        try:
+            self.start()
+            yield
+            self.stop()
+        finally:
+            gc.enable()
+            gc.unfreeze()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.stop()
+        yield
+        self.start()
+
+
+def log_header(log: RunLog, config: Config, model: GPT, world: World) -> None:
+    if log.file is not None:
+        log.write("header", schema=1, name=config.name or config.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+                  preset=config.preset, config=asdict(config) | {"data_path": Path(config.data_path).name}, seed=config.seed,
+                  command=sys.argv, target=config.target, world_size=world.size, sources=log.sources,
+                  attention=model.attention_backend, fp8=model.fp8, parameters=sum(p.numel() for p in model.parameters()),
+                  **machine_facts(world.device, world.size))
+
+
+# ========== Main =====================================================================================================
+
+class Trainer:
+    """Model, optimizer and data: the one step function, of the warm-up and of the run, and the one validation."""
+
+    def __init__(self, config: Config, world: World):
+        if config.micro_batches % world.size:
+            divisors = [str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == 0]
+            raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step; use "
+                            f"{', '.join(divisors)} ranks or another --micro_batches")
+        self.config, self.world = config, world
+        self.schedule = Schedule(config)
+        self.loader = Loader(config, self.schedule, world)
+        self.validation = validation_batches(config)
+        self.model = GPT(config, world.device)
+        self.optimizer = Optimizer(self.model, config, world)
+
+    def step(self, step: Step, batches: list[Batch]) -> Tensor:
+        """Train on this rank's micro-batches of a step; returns the mean next-token loss over all ranks (0-dim, no wait)."""
+        if not step.tied:
+            self.optimizer.untie()
+        total = torch.zeros((), device=self.world.device)
+        for batch in batches:
+            loss, next_token = self.model(batch, step)
+            loss.backward()
+            total += next_token.detach()
+        loss = self.world.all_reduce(total) / step.batch_tokens
+        self.optimizer.step(step, loss)
+        return loss
+
+    @torch.no_grad()
+    def validate(self, step: Step) -> float:
+        """Mean loss over the scored tokens, nats a token."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for batch in self.validation[self.world.rank::self.world.size]:
+            total += self.model(to_device(batch, self.world.device), step)[1]
+        return self.world.all_reduce(total).item() / self.config.val_tokens
+
+    def warm_up(self) -> None:
+        """Run every kind of step and of validation once, then put everything back as it was."""
+        snapshot = self.optimizer.snapshot()
+        for step in self.schedule.kinds().values():
+            self.step(step, [to_device(b, self.world.device) for b in self.loader.batches(step.index)])
+        with torch.no_grad():
+            for steps_done in self.validation_points():
+                self.model(to_device(self.validation[0], self.world.device), self.schedule.validation(steps_done))
+        self.optimizer.restore(snapshot)
+        self.world.wait_for_all()                                        # or the first timed step would wait for the slowest
+
+    def validation_points(self) -> list[int]:
+        """Steps done when the model is scored."""
+        every, last = self.config.val_every, len(self.schedule)
+        return [*(range(every, last, every) if every else ()), last]
+
+
+class Report:
+    """The console's one progress bar and the log's line a step. Losses are read when they have arrived, never waited for."""
+
+    def __init__(self, trainer: Trainer, log: RunLog, clock: Clock):
+        self.trainer, self.log, self.clock = trainer, log, clock
+        self.pending: deque[tuple[Step, Tensor, Lap]] = deque()
+        self.step_ms: list[float] = []
+        self.tokens, self.loss, self.validation_loss = 0, math.nan, math.nan
+        self.peak = peak_flops(trainer.world.device)
+        self.bar = tqdm(total=len(trainer.schedule), unit="step", disable=trainer.world.rank > 0, dynamic_ncols=True, mininterval=0.5)
+
+    def add(self, step: Step, loss: Tensor) -> None:
+        if loss.is_cuda:
+            loss = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
+        self.pending.append((step, loss, self.clock.lap()))
+        while self.pending and self.pending[0][2].ready():
+            self.take()
+
+    def take(self) -> None:
+        step, loss, lap = self.pending.popleft()
+        if not lap.ready():
+            lap.end.synchronize()
+        self.loss, ms = loss.item(), lap.ms()
+        if not math.isfinite(self.loss):
+            raise UserError(f"step {step.index + 1}: the training loss is {self.loss}; stopped before its update. Lower "
+                            "--muon_lr and --adam_lr, or try --fp8 false")
+        self.tokens += step.batch_tokens
+        self.step_ms.append(ms)
+        self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, tokens=self.tokens, ms=round(ms, 3))
+        rate = step.batch_tokens / ms * 1e3
+        flops = rate * self.trainer.model.flops_per_token(step)
+        mfu = f"{flops / self.peak / self.trainer.world.size:.0%}" if self.peak else "n/a"
+        validation = {} if math.isnan(self.validation_loss) else {"val": f"{self.validation_loss:.4f}"}
+        self.bar.set_postfix(loss=f"{self.loss:.4f}", **validation, tok_s=f"{rate:,.0f}", MFU=mfu, refresh=False)
+        self.bar.update()
+
+    def validation(self, steps_done: int, loss: float) -> None:
+        while self.pending:
+            self.take()
+        self.validation_loss = loss
+        self.log.write("validation", step=steps_done, loss=loss, time_s=round(self.clock.seconds, 4), tokens=self.tokens)
+
+
+def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> None:
+    """The timed run: every step of the schedule, validation off the clock, the summary."""
+    clock = Clock(trainer.world.device)
+    report = Report(trainer, log, clock)
+    points = set(trainer.validation_points())
+    batches = trainer.loader.prefetch(0, len(trainer.schedule))
+    try:
+        with clock.running():
+            for step in trainer.schedule:
+                report.add(step, trainer.step(step, next(batches)))
+                if step.index + 1 in points:
+                    with clock.paused():
+                        report.validation(step.index + 1, trainer.validate(trainer.schedule.validation(step.index + 1)))
+    except BaseException as error:
+        log.write("stopped", step=len(report.step_ms), reason=str(error) or "interrupted")
+        raise
+    finally:
+        report.bar.close()
+    summarise(trainer, log, report, startup)
+
+
+def summarise(trainer: Trainer, log: RunLog, report: Report, startup: dict[str, float]) -> None:
+    config, device, seconds, loss = trainer.config, trainer.world.device, report.clock.seconds, report.validation_loss
+    p50, p95 = np.percentile(report.step_ms, [50, 95])
+    summary = {"steps": len(trainer.schedule), "time_s": round(seconds, 4), "loss": loss, "tokens": report.tokens,
+               "tokens_per_s": round(report.tokens / seconds, 1),
+               "step_ms": {"p50": round(p50, 3), "p95": round(p95, 3), "max": round(max(report.step_ms), 3)},
+               "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, **startup}
+    log.write("summary", **summary)
+    if trainer.world.rank:
+        return
+    per_byte = f" = {loss / math.log(2):.3f} bits per byte" if config.vocab_size == embedded.VOCAB_SIZE else ""
+    print(f"validation loss {loss:.4f} nats a token{per_byte} after {summary['steps']} steps in {seconds:.1f} s (target {config.target})")
+    memory = summary["peak_memory_bytes"]
+    print(f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, max {max(report.step_ms):.1f} ms; "
+          f"peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; started in {startup['startup_s']:.1f} s")
+    if log.path:
+        print(f"log {os.path.relpath(log.path)}")
+
+
+def run(config: Config, world: World) -> None:
+    if config.preset == "cpu" and config.data_path == PRESETS["cpu"].data_path and world.rank == 0:
+        embedded.build()
+    world.wait_for_all()                                                 # the others read what rank 0 has built
+    trainer = Trainer(config, world)
+    log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
+    log_header(log, config, trainer.model, world)
+    model, loader = trainer.model, trainer.loader
+    say = print if world.rank == 0 else lambda *_: None
+    say(f"{config.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters in {model.dtype}, "
+        f"{world.size} x {device_name(world.device)}")
+    say(f"attention: {model.attention_backend}" + (f" ({model.attention_note})" if model.attention_note else ""))
+    say("head: FP8" if model.fp8 else f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
+    if loader.epochs > 1:
+        say(f"data: the schedule takes {loader.epochs:.2f} epochs of {len(loader.paths)} shards; tokens repeat after the first")
+    begin = time.time()
+    trainer.warm_up()
+    startup = {"startup_s": round(time.time() - PROCESS_START, 3), "compile_s": round(time.time() - begin, 3)}
+    train(trainer, log, startup)
+    if config.save and world.rank == 0:
+        trainer.optimizer.untie()
+        with disk_errors(f"the weights to {config.save}"):
+            with open(f"{config.save}.part", "wb") as f:
+                torch.save(trainer.model.state_dict(), f)
+            os.replace(f"{config.save}.part", config.save)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run from a command line; returns the exit status. Expected failures end in one line, printed by rank 0."""
+    signal.signal(signal.SIGTERM, interrupt)                             # torchrun passes Ctrl-C on as this
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        config = parse_config(sys.argv[1:] if argv is None else argv)
+        world = World()
+        run(config, world)
+        world.close()
+        return 0
+    except (UserError, ShardError, LogError) as error:
+        message, status = str(error), 2
+    except KeyboardInterrupt:
+        message, status = "interrupted; the log so far is complete", 130
+    if rank == 0:
+        print(f"train_gpt.py: {message}", file=sys.stderr)
+    else:                               # the launcher ends all ranks when the first one fails: let rank 0 say why
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
+    return status
+
+
+if __name__ == "__main__":
+    exit_status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if exit_status:
+        os._exit(exit_status)           # without waiting for collectives that the other ranks will not join
