@@ -313,7 +313,7 @@ def test_head_loss_is_its_twin(targets_ahead):
         assert error(fused.detach(), twin.detach().double()) < tolerance
 
 
-def test_head_loss_in_fp8_is_near_its_twin():
+def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_twin():
     n, width, vocabulary = 64, 32, 320
     x, head = random(n, width, dtype=torch.float32), random(vocabulary, width, dtype=torch.float32) / 8
     if DEVICE == "cuda":
@@ -322,8 +322,8 @@ def test_head_loss_in_fp8_is_near_its_twin():
     targets = torch.randint(0, vocabulary, (n,), device=DEVICE, dtype=torch.int32)
     is_start = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     results = []
-    for function in (head_loss_twin, head_loss):
-        total, _ = function(x, head, targets, is_start, torch.ones(1, device=DEVICE), True)
-        results.append([total, *torch.autograd.grad(2 * total, (x, head))])
-    for twin, fused, limit in zip(*results, (3e-3, 0.05, 0.05)):      # the interpreter rounds to FP8 its own way
-        assert error(fused.detach(), twin.detach().double()) < limit
+    for function, fp8 in ((head_loss_twin, False), (head_loss_twin, True), (head_loss, True)):
+        total, _ = function(x, head, targets, is_start, torch.ones(1, device=DEVICE), fp8)
+        results.append([total.detach(), *torch.autograd.grad(2 * total, (x, head))])
+    for exact, twin, fused, slack in zip(*results, (3e-3, 0, 0)):   # one loss may be right by luck
+        assert error(fused, exact.double()) <= 2 * error(twin, exact.double()) + slack
