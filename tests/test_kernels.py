@@ -7,6 +7,7 @@ import torch
 from kernels import coefficients
 from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from kernels.embedding import add_rows, add_rows_reference, embedding, embedding_twin, sort_rows
 from kernels.head_loss import head_loss, head_loss_twin
 from kernels.mlp import (
     relu_squared, relu_squared_backward, relu_squared_backward_reference, relu_squared_reference)
@@ -327,3 +328,33 @@ def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_twin():
         results.append([total.detach(), *torch.autograd.grad(2 * total, (x, head))])
     for exact, twin, fused, slack in zip(*results, (3e-3, 0, 0)):   # one loss may be right by luck
         assert error(fused, exact.double()) <= 2 * error(twin, exact.double()) + slack
+
+
+@pytest.mark.parametrize("n, count, width", [(1, 1, 1), (70, 5, 40), (200, 300, 70), (130, 1, 33)])
+def test_embedding_adds_only_to_the_rows_it_read(n, count, width):
+    index = torch.randint(count, (n,), device=DEVICE, dtype=torch.int32)
+    table, grad, old = random(count, width), random(n, width), random(count, width)
+    results = []
+    for function in (embedding_twin, embedding, embedding):
+        leaf = table.clone().requires_grad_()
+        leaf.grad = old.clone()
+        out = function(leaf, sort_rows(index))
+        assert torch.equal(out, table[index.long()])
+        out.backward(grad)
+        results.append(leaf.grad)
+    exact = old.double().index_add_(0, index.long(), grad.double())
+    assert_as_exact_as_pytorch(results[1], results[0], exact)
+    assert torch.equal(results[1], results[2])
+    untouched = torch.ones(count, dtype=torch.bool, device=DEVICE).index_fill_(0, index.long(), False)
+    assert torch.equal(results[1][untouched], old[untouched])
+
+
+def test_add_rows_against_its_twin_and_with_strides():
+    index = torch.randint(9, (100,), device=DEVICE)
+    grad = random(100, 64)[:, :32]
+    outs = [torch.ones(9, 48, device=DEVICE, dtype=grad.dtype)[:, 16:] for _ in range(2)]
+    for function, out in zip((add_rows, add_rows_reference), outs):
+        function(out, grad, *sort_rows(index)[1:])
+    assert error(outs[0], outs[1].double()) < 1e-2 if DEVICE == "cuda" else error(outs[0], outs[1].double()) < 1e-3
+    with pytest.raises(ValueError, match="grad must be"):
+        add_rows(outs[0], grad[:5], *sort_rows(index)[1:])

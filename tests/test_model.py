@@ -72,7 +72,7 @@ def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
     targets = torch.full_like(batch.targets, -1)
     targets[scored] = batch.targets[scored]
     with torch.no_grad():
-        return torch.stack(trainer.model(batch._replace(targets=targets), trainer.schedule.at(0)))
+        return torch.stack(trainer.model(train_gpt.to_device(batch._replace(targets=targets), DEVICE), trainer.schedule.at(0)))
 
 
 @pytest.mark.parametrize("position", [1, 17, 63, 100, 127])
