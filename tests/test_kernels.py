@@ -9,7 +9,7 @@ from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from kernels.head_loss import head_loss, head_loss_twin
 from kernels.mlp import (
-    relu_squared, relu_squared_backward, relu_squared_backward_reference, relu_squared_reference)
+    mlp, mlp_twin, relu_squared, relu_squared_backward, relu_squared_backward_reference, relu_squared_reference)
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.quantize import quantize, quantize_reference
 from kernels.symmetric import (
@@ -236,6 +236,47 @@ def test_mlp_backward_is_the_gradient():
     act = torch.relu(pre).square()
     expected, = torch.autograd.grad(act @ w_out, pre, grad)
     torch.testing.assert_close(relu_squared_backward_reference(grad, w_out, act.detach()), expected)
+
+
+def mlp_results(function, x, w_in, w_out, grad, fp8: bool) -> list[torch.Tensor]:
+    """The output and the three gradients."""
+    x, w_in, w_out = (tensor.detach().requires_grad_() for tensor in (x, w_in, w_out))
+    out = function(x, w_in, w_out, fp8)
+    return [out.detach(), *torch.autograd.grad(out, (x, w_in, w_out), grad.to(out.dtype))]
+
+
+def mlp_inputs(tokens: int, width: int, hidden: int) -> list[torch.Tensor]:
+    """Normed tokens, weights of usual sizes and a gradient that differs from token to token by 2 ** 6."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x = torch.nn.functional.rms_norm(random(tokens, width, dtype=torch.float32), (width,))
+    grad = random(tokens, width, dtype=torch.float32) * torch.logspace(-6, 0, tokens, 2, device=DEVICE)[:, None]
+    weights = [random(hidden, width, dtype=torch.float32) * size for size in (0.02, 0.05)]
+    return [tensor.to(dtype) for tensor in (x, *weights, grad)]
+
+
+def test_mlp_function_is_its_twin():
+    inputs = mlp_inputs(150, 40, 72)
+    exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False)
+    for fused, plain, wanted in zip(mlp_results(mlp, *inputs, False), mlp_results(mlp_twin, *inputs, False), exact):
+        assert_as_exact_as_pytorch(fused, plain, wanted)
+
+
+def test_mlp_function_in_fp8():
+    """As near to full precision as its twin, and near; no scale of the gradient or of a weight is too small or too large."""
+    inputs = mlp_inputs(144, 64, 96)
+    exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False)
+    results = mlp_results(mlp, *inputs, True)
+    slack = 0.1 if DEVICE == "cpu" else 0  # the interpreter rounds to FP8 wrongly where rounding changes the exponent
+    for fused, plain, wanted in zip(results, mlp_results(mlp_twin, *inputs, True), exact):
+        assert error(plain, wanted) < 0.1
+        assert_as_exact_as_pytorch(fused, plain, wanted, slack)
+    x, w_in, w_out, grad = inputs
+    for power in (-40, 20):
+        for scaled, once in zip(mlp_results(mlp, x, w_in, w_out, grad * 2.0**power, True)[1:], results[1:]):
+            assert torch.equal(scaled, once * 2.0**power)
+        assert torch.equal(mlp_results(mlp, x, w_in, w_out * 2.0**power, grad, True)[0], results[0] * 2.0**power)
+    for tensor in mlp_results(mlp, x, w_in, torch.zeros_like(w_out), grad, True)[:3]:
+        assert tensor.eq(0).all()
 
 
 def test_nan_shows():

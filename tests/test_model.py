@@ -186,7 +186,7 @@ def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
     monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     for fp8 in (True, False):
-        trainer = train_gpt.Trainer(replace(config, fp8=fp8), train_gpt.World())
+        trainer = train_gpt.Trainer(replace(config, fp8=fp8, fp8_mlp=True), train_gpt.World())
         assert trainer.model.fp8 is fp8
         if fp8:
             with pytest.raises(AssertionError, match="FP8 product"):
