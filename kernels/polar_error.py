@@ -79,7 +79,8 @@ def measure(name: str, x: Tensor, methods: dict[str, Method], steps: range) -> d
     """One row: the start, each method's error and range of singular values, and the error after so many steps."""
     x = x.to(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
     exact = polar_factor(x.double())
-    row = {"matrix": name, "shape": list(x.shape), "rank": round(exact.square().sum().item()), "start": {}, "results": {}, "curves": {}}
+    row = {"matrix": name, "shape": list(x.shape), "rank": round(exact.square().sum().item()),
+           "start": {}, "results": {}, "curves": {}}
     for kind in LOWER:
         sigma = singular_values(normalised(x.double(), kind))
         row["start"][kind] = [float(f"{s:.4g}") for s in sigma]
