@@ -41,6 +41,7 @@ from kernels.coefficients import polar_express
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
 from kernels.head_loss import head_loss, head_loss_twin
+from kernels.mlp import mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.rotary import rotary_tables, rotate
@@ -166,8 +167,10 @@ class Config:
     # Machine
     attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
+    fp8_mlp: bool = False               # with fp8: the MLPs' as well as the head's
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients that touch only the rows that were read,
+    fused_mlp: bool = True              # MLP,
     fused_orthogonalisation: bool = True        # Newton-Schulz
     compile: bool = True                # torch.compile of the blocks, on GPUs
     capture: bool = True                # each kind of step as one CUDA graph
@@ -339,17 +342,14 @@ def gated_skip(x: Tensor, skipped: Tensor, gate: Tensor, scale: Tensor) -> Tenso
     return skipped * (2 * scale * torch.sigmoid(x[:, :len(gate)] @ gate.type_as(x)))[:, None].type_as(x)
 
 
-def residual_mlp(x: Tensor, update: Tensor | None, bigram: Tensor | None, bigram_scale: Tensor, residual: tuple[Tensor, Tensor],
-                 mlp_in: Tensor, mlp_out: Tensor) -> Tensor:
-    """The rest of a layer: add what attention or skip gave and the bigram row, then the ReLU² MLP. Both weights are
-    (hidden, width): a row belongs to a hidden unit."""
-    x = residual[0] * x
+def mlp_input(x: Tensor, update: Tensor | None, bigram: Tensor | None, bigram_scale: Tensor, scales: tuple[Tensor, Tensor]):
+    """Add what attention or skip gave and the bigram row; returns the residual that passes the MLP by, and what the MLP sees."""
+    x = scales[0] * x
     if update is not None:
         x = x + update
     if bigram is not None:
         x = x + bigram_scale * bigram
-    hidden = F.relu(F.linear(norm(x), mlp_in)).square()
-    return residual[1] * x + hidden @ mlp_out
+    return scales[1] * x, norm(x)
 
 
 def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
@@ -359,6 +359,7 @@ def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
 
 KERNELS = {                                                 # setting: plain twin, Triton kernel
     "fused_loss": (head_loss_twin, head_loss),
+    "fused_mlp": (mlp_twin, mlp),
     "fused_embedding": (embedding_twin, embedding),
     "fused_orthogonalisation": (newton_schulz_reference, newton_schulz),
 }
@@ -418,7 +419,7 @@ class GPT(nn.Module):
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
         self.part = compiled(config, device, embed, bigram_index, embedding_twin, attention_inputs, attention_output, gated_skip,
-                             residual_mlp, head_input, head_loss_twin)
+                             mlp_input, mlp_twin, head_input, head_loss_twin)
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -481,7 +482,8 @@ class GPT(nn.Module):
                 update = run[attention_output](y, gate, self.bank[a], scale_out)
             elif layer.skip_from is not None and config.skip:
                 update = run[gated_skip](x, outputs[layer.skip_from], self.skip_gate, skip)
-            x = run[residual_mlp](x, update, bigram, bigram_scales[i], residuals[i].unbind(), *self.mlp_weights(i))
+            x, normed = run[mlp_input](x, update, bigram, bigram_scales[i], residuals[i].unbind())
+            x = x + run[mlp_twin](normed, *self.mlp_weights(i), self.fp8 and config.fp8_mlp)
             outputs.append(x)
         early = outputs[config.backout_layer] if config.backout else None
         x = run[head_input](x, early, backout)
@@ -1147,7 +1149,8 @@ def run(config: Config, world: World) -> None:
     say(f"{config.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters in {model.dtype}, "
         f"{world.size} x {device_name(world.device)}")
     say(f"attention: {model.attention_backend}" + (f" ({model.attention_note})" if model.attention_note else ""))
-    say("head: FP8" if model.fp8 else f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
+    say(f"head{' and MLP' * config.fp8_mlp}: FP8" if model.fp8 else
+        f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
     if loader.epochs > 1:
         say(f"data: the schedule takes {loader.epochs:.2f} epochs of {len(loader.text)} shards; tokens repeat after the first")
     begin = time.time()
