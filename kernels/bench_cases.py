@@ -27,6 +27,7 @@ class Case:
     exact: Callable | None = None  # the result in float64, where it is not the twin on float64 inputs
     check_inputs: Callable[[], tuple] | None = None  # smaller ones, where float64 would not fit
     wrap: Callable = lambda function: function  # makes of a kernel or its twin what is run: the same with its gradients
+    compile: bool = True  # False where the baseline is one library call, of which compiling makes the same call
     configs: tuple = ()  # values of the kernel's argument `tuned`, for --sweep
 
 
@@ -47,7 +48,7 @@ def product_cases() -> Iterator[Case]:
         shape = f"{batch} × {m} × {n}"
         flop, x = 2.0 * batch * m * n * n, partial(matrices, batch, m, n)
         yield Case("gram " + ("XᵀX" if m > n else "XXᵀ"), shape, lambda x=x: (x(),), symmetric.gram,
-                   symmetric.gram_reference, flop, 2.0 * batch * (m * n + n * n), configs=symmetric.CONFIGS)
+                   symmetric.gram_reference, flop, 2.0 * batch * (m * n + n * n), compile=False, configs=symmetric.CONFIGS)
         if m == n:
             yield Case("polynomial", shape, lambda x=x, n=n: (symmetric.gram(x()) / n, 3.9, -2.8, 0.5),
                        symmetric.polynomial, symmetric.polynomial_reference, flop, 4.0 * batch * n * n,
@@ -55,7 +56,7 @@ def product_cases() -> Iterator[Case]:
         # aI inside P leaves a plain product, for which no kernel here is faster: against aX + BX in one call.
         yield Case("last product PX, bmm (against baddbmm)", shape,
                    lambda x=x, n=n: (symmetric.gram(x()) / n, x()), torch.bmm, torch.bmm, flop,
-                   2.0 * batch * (2 * m * n + n * n), baseline=last_product_unfolded)
+                   2.0 * batch * (2 * m * n + n * n), baseline=last_product_unfolded, compile=False)
 
 
 def last_product_unfolded(p: Tensor, x: Tensor) -> Tensor:
