@@ -42,7 +42,9 @@ def shards(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(shards) -> train_gpt.Config:
-    return replace(train_gpt.parse_config(["--preset", "cpu", *TINY, "--data_path", str(shards), "--write_log", "false"]), seed=3)
+    """On a GPU as well: small and plain, so that what is tested there does not wait for compilers."""
+    config = train_gpt.parse_config(["--preset", "cpu", *TINY, "--data_path", str(shards), "--write_log", "false"])
+    return replace(config, seed=3, attention="plain", compile=False)
 
 
 @pytest.fixture
