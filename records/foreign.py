@@ -47,13 +47,13 @@ def parse_foreign(text: str, path: Path) -> Run:
 
 def header(before: list[str], path: Path, total: int) -> dict:
     """The header's fields, as far as the sources and the environment before the steps tell them."""
-    environment = "\n".join(before[1:])
+    environment = before.pop() if len(before) > 1 else ""  # what is before it are sources, though they hold such a line
 
     def find(pattern: str) -> str | None:
         match = re.search(pattern, environment, re.M)
         return match[1].rstrip(",") if match else None
 
-    sources = before[0].strip() if before else ""
+    sources = "\n".join(before).strip()
     devices = DEVICE.findall(environment)
     return {"name": path.stem, "seed": None, "preset": None, "target": None, "config": {"steps": total},
             "world_size": len(devices) or None, "devices": devices, "driver": find(DRIVER),

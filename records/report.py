@@ -2,6 +2,7 @@
 import base64
 import difflib
 import json
+import re
 from collections import defaultdict
 from datetime import date
 from html import escape
@@ -10,7 +11,7 @@ from pathlib import Path
 from records import markdown
 from records.compare import compare, difference_text
 from records.plots import figures, page_svg, progress_figure
-from records.pool import list_clashes, number_text
+from records.pool import devices_text, list_clashes, number_text
 from records.record import Record, is_proven, load_all, result_table, significance_line
 from records.schema import RecordError, flatten
 from records.sources import source_files
@@ -23,12 +24,6 @@ LEGEND = ("Mean ± standard deviation over n runs; p of the one-sided t-test of 
 STYLE_SHEET = Path(__file__).with_name("page.css")
 
 
-def machine(record: Record) -> str:
-    """"8 × NVIDIA H200", or each device once if they differ."""
-    devices = record.data["hardware"]
-    return ", ".join(f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)) or "unknown machine"
-
-
 def row(record: Record) -> list[str]:
     """The cells of HEAD for one record."""
     data = record.data
@@ -39,7 +34,7 @@ def row(record: Record) -> list[str]:
 
     return [data["date"], spread("mean_time_s", "standard_deviation_time_s", 2),
             spread("mean_loss", "standard_deviation_loss", 4), number_text(data["target"], "g"), str(len(data["runs"])),
-            number_text(data["p_value"], ".2g"), machine(record), data["preset"], ", ".join(data["contributors"]) or "-"]
+            number_text(data["p_value"], ".2g"), devices_text(data["hardware"]), data["preset"], ", ".join(data["contributors"]) or "-"]
 
 
 def readme_table(records: list[Record]) -> str:
@@ -47,7 +42,7 @@ def readme_table(records: list[Record]) -> str:
     if not records:
         return "No records yet: `python -m records new` makes the first one of finished runs."
     rows = [[f"[{record.data['title']}](records/{record.name})", *row(record)] for record in reversed(records)]
-    return markdown.table(HEAD, rows) + "\n\n" + LEGEND
+    return markdown.table(HEAD, rows, words={HEAD.index(name) for name in ("record", "machine", "preset", "by")}) + "\n\n" + LEGEND
 
 
 def write(root: Path) -> tuple[Path, list[str]]:
@@ -91,7 +86,7 @@ def progress(records: list[Record]) -> dict[str, list[tuple[date, float, bool]]]
     """Times are comparable only on one machine, preset and target: a series for each."""
     series = defaultdict(list)
     for record in records:
-        name = f"{machine(record)}, {record.data['preset']}, {number_text(record.data['target'], 'g')}"
+        name = f"{devices_text(record.data['hardware'])}, {record.data['preset']}, target {number_text(record.data['target'], 'g')}"
         day = date.fromisoformat(record.data["date"])
         series[name].append((day, record.data["mean_time_s"], is_proven(record.data)))
     return dict(series)
@@ -103,7 +98,7 @@ def record_html(record: Record, parent: Record | None) -> str:
     pictures = [figure_html(page_svg(figure, f"{record.name}-{name}"), CAPTIONS[name])
                 for name, figure in figures({data["title"]: record.runs}).items()]
     runs = [[str(run["seed"]), f"{run['loss']:.4f}", f"{run['time_s']:.3f}"] for run in data["runs"]]
-    environment = {"machine": machine(record), "driver": data["driver"], **data["versions"], "commit": data["commit"],
+    environment = {"machine": devices_text(data["hardware"]), "driver": data["driver"], **data["versions"], "commit": data["commit"],
                    "attention": header["attention"], "fp8": header["fp8"], "parameters": f"{header['parameters']:,}",
                    "command": " ".join(map(str, header["command"])), "sources": data["sources"]}
     return "\n".join([
@@ -116,11 +111,12 @@ def record_html(record: Record, parent: Record | None) -> str:
 
 
 def words_html(readme: str) -> list[str]:
-    """What changed and why it works, as the record's README says it (its Markdown as plain paragraphs)."""
+    """What changed and why it works, as the record's README says it (of its Markdown only paragraphs and code)."""
     parts = []
     for title in markdown.WRITTEN_SECTIONS:
-        paragraphs = (markdown.titled(readme, title) or "").split("\n\n")
-        parts += [f"<h3>{title}</h3>", *(f"<p>{escape(text.strip())}</p>" for text in paragraphs)]
+        paragraphs = re.split(r"\n\n|\n(?=[-*] )", markdown.titled(readme, title) or "")
+        words = [re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text.strip())) for text in paragraphs]
+        parts += [f"<h3>{title}</h3>", *(f"<p>{text}</p>" for text in words)]
     return parts
 
 

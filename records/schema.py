@@ -1,4 +1,5 @@
 """What a log holds: the kinds of line and their fields, and `Run`, the one form in which the tools see a log."""
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -61,6 +62,11 @@ class Run:
     @property
     def finished(self) -> bool:
         return self.summary is not None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run ended itself because its training loss was no longer a number."""
+        return re.search(r"loss is (nan|-?inf)", self.stopped or "") is not None
 
     @property
     def loss(self) -> float:

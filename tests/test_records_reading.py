@@ -214,6 +214,21 @@ def test_foreign_logs_go_to_stats_compare_and_plot(tmp_path, root, capsys):
     assert (tmp_path / "plots" / "loss-time.png").exists()
 
 
+def test_the_same_foreign_run_twice_is_refused(tmp_path):
+    (tmp_path / "copy").mkdir()
+    runs = [read_log(foreign_log(folder, "a")) for folder in (tmp_path, tmp_path / "copy")]
+    with pytest.raises(RecordError, match="repeat seeds.* 3.2796 at 0.819 s: a.txt, a.txt"):
+        pool.summarize(runs)
+
+
+def test_foreign_sources_that_hold_a_separator(tmp_path):
+    path = foreign_log(tmp_path, "a")
+    whole = read_log(path)
+    path.write_text(f"# {'=' * 3}\n{'=' * 40}\n" + path.read_text())
+    run = read_log(path)
+    assert run.header["driver"] == whole.header["driver"] and run.header["sources"] != whole.header["sources"]
+
+
 def test_cut_foreign_log(tmp_path):
     path = foreign_log(tmp_path, "a")
     path.write_text(path.read_text().split("step:3/3")[0])
