@@ -249,6 +249,8 @@ def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure
         axes.set_ylabel("mean training time (s)")
         axes.set_xlabel("date")
         legend_above(axes)
+        for text in axes.get_legend().get_texts():  # machines have long names
+            text.set_text(textwrap.fill(text.get_text(), 44))
     return figure
 
 

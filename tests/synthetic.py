@@ -10,7 +10,22 @@ import numpy as np
 
 from records.sources import hash_sources
 
-SOURCES = {"train_gpt.py": b"print('made up')\n", "kernels/xxt.py": b"# made up\n"}
+# A program that has a schedule, that of the made-up runs below, and no more.
+TRAIN_GPT = b'''
+from types import SimpleNamespace
+from tests.synthetic import learning_rate, stage_of
+
+class Schedule:
+    def __init__(self, config):
+        self.config = config
+
+    def at(self, step):
+        steps = self.config.steps + self.config.extra_steps
+        stage = stage_of(step + 1, steps)
+        return SimpleNamespace(lr=learning_rate(step + 1, steps), momentum=0.95, windows=self.config.windows[stage],
+                               batch_tokens=self.config.batch_tokens[stage])
+'''
+SOURCES = {"train_gpt.py": TRAIN_GPT, "kernels/xxt.py": b"# made up\n"}
 BATCHES = (131_072, 262_144, 393_216)
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 from conftest import ROOT, TINY, environment
@@ -17,7 +16,7 @@ from records.compare import compare, compare_text
 from records.logs import find_logs, read_logs
 from records.record import RECORDS, create, folders, load, load_all
 from records.schema import RecordError
-from tests.synthetic import SOURCES, command, learning_rate, stage_of, write_run
+from tests.synthetic import SOURCES, command, write_run
 
 WORDS = {"title": "The first <recipe>", "contributors": ["A. Author"], "parent": None}
 TRAINER = f"{sys.executable} -m tests.synthetic"
@@ -42,7 +41,7 @@ def first(root: Path) -> Path:
 
 def add_second(root: Path, **options) -> Path:
     """A faster record with other settings and sources, whose parent is the first."""
-    changed = {**SOURCES, "train_gpt.py": b"print('made up')\nprint('faster')\n"}
+    changed = {**SOURCES, "train_gpt.py": SOURCES["train_gpt.py"] + b"# faster\n"}
     for seed in range(3):
         write_run(root / "runs", "second", seed, settings={"lr": 0.026}, pace_ms=24.0, sources=changed, **options)
     words = {"title": "Faster", "contributors": [], "parent": "2026-11-21_first", "date": "2026-11-30"}
@@ -249,31 +248,24 @@ def test_a_plot_line_is_one_configuration(root, capsys):
     assert "mix configurations" in capsys.readouterr().err
 
 
-def stand_in(rate: float = 1.0) -> ModuleType:
-    """A `train_gpt` whose schedule is that of the made-up runs, its learning rate times `rate`."""
-    def at(config: SimpleNamespace, step: int) -> SimpleNamespace:
-        steps = config.steps + config.extra_steps
-        stage = stage_of(step + 1, steps)
-        return SimpleNamespace(lr=rate * learning_rate(step + 1, steps), momentum=0.95, windows=config.windows[stage],
-                               batch_tokens=config.batch_tokens[stage])
-
-    module = ModuleType("train_gpt")
-    module.Schedule = lambda config: SimpleNamespace(at=lambda step: at(config, step))
-    return module
+def test_the_schedule_is_that_of_the_kept_program(root, first):
+    runs = [load(first).runs[0], read_logs([root / "runs"])[0]]  # sources in the record, and beside the runs
+    for run in runs:
+        drawn, note = schedule.panels(run)
+        assert not note
+        assert [title for title, _ in drawn] == ["learning rate (×)", "batch (tokens)", "window (blocks)", "momentum"]
+        assert dict(drawn)["window (blocks)"]["long attention window"][-1] == 11
 
 
-def test_schedule_of_this_program_and_of_another(root, monkeypatch):
-    run = load_all(root)[0].runs[0]
-    monkeypatch.setitem(sys.modules, "train_gpt", stand_in())
-    drawn, note = schedule.panels(run)
-    assert not note
-    assert [title for title, _ in drawn] == ["learning rate (×)", "batch (tokens)", "window (blocks)", "momentum"]
-    assert dict(drawn)["window (blocks)"]["long attention window"][-1] == 11
-    monkeypatch.setitem(sys.modules, "train_gpt", stand_in(rate=2.0))
-    drawn, note = schedule.panels(run)
-    assert len(drawn) == 2 and "another schedule now" in note
-    monkeypatch.setitem(sys.modules, "train_gpt", None)
-    assert "cannot import train_gpt.py" in schedule.panels(run)[1]
+@pytest.mark.parametrize("change, note", [
+    (lambda path: path.write_text(path.read_text().replace("lr=", "lr=2 * ")), "is not the logged one"),
+    (lambda path: path.write_text("import gone"), "ModuleNotFoundError: No module named 'gone'"),
+    (lambda path: path.unlink(), "the run's sources are not kept"),
+])
+def test_what_the_kept_program_cannot_say_is_left_out(first, change, note):
+    change(first / "sources" / "train_gpt.py")
+    drawn, said = schedule.panels(load(first).runs[0])
+    assert len(drawn) == 2 and note in said
 
 
 def test_report(root):
