@@ -3,7 +3,12 @@ import argparse
 import json
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+missing = [name for name in ("scipy", "matplotlib") if find_spec(name) is None]
+if missing:
+    sys.exit(f"error: the record tools need {' and '.join(missing)}: pip install -r requirements.txt")
 
 from records import check, compare, launch, pool, record, stats, sweep, watch
 from records.logs import read_logs
@@ -29,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     add_json(sub)
     sub = command(run_stats, "mean, spread and a t-test against the target, of one configuration's runs")
     sub.add_argument("logs", nargs="+", metavar="LOG", help=LOGS)
-    sub.add_argument("--target", type=float, help=f"nats/token (default: the logs' own, else {stats.TARGET})")
+    sub.add_argument("--target", type=float, help=f"nats/token (default: the logs' own; {stats.TARGET} for foreign ones)")
     add_json(sub)
     sub = command(run_compare, "two configurations: Welch's test on loss and time, milliseconds of each stage")
     sub.add_argument("a", metavar="A", help=LOGS)
@@ -55,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 each (default: 3)")
     sub.add_argument("--name", help="of its runs (default: sweep-<settings>)")
     add_json(sub)
-    sub.add_argument("run", nargs="+", metavar=("-- COMMAND", "ARGUMENT"), help="the training command; settings are added at its end")
+    sub.add_argument("run", nargs="+", metavar="-- COMMAND", help="the training command; settings are added at its end")
     sub = command(run_new, "make a record of finished runs")
     sub.add_argument("logs", nargs="+", metavar="LOG", help=LOGS)
     sub.add_argument("--name", required=True, help="of the folder, after the date")

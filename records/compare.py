@@ -4,7 +4,8 @@ from dataclasses import asdict
 import numpy as np
 
 from records.markdown import table
-from records.pool import configuration_differences, environment_differences, list_clashes, require_sample, spread_text
+from records.pool import (NO_SEEDS, configuration_differences, environment_differences, list_clashes, require_sample,
+                          spread_text)
 from records.schema import RecordError, Run
 from records.stats import describe, welch
 
@@ -27,7 +28,7 @@ def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> 
         result["notes"].append("machine, driver or versions differ, so the times are not comparable: "
                                + list_clashes(environment))
     if any(run.seed is None for run in [*a, *b]):
-        result["notes"].append("foreign logs carry no seed: that the runs are distinct cannot be checked")
+        result["notes"].append(NO_SEEDS)
     if any(run.foreign for run in [*a, *b]) and not all(run.foreign for run in [*a, *b]):
         result["notes"].append("a foreign log does not name its data: see that both sides were scored on the same tokens")
     return result

@@ -31,7 +31,7 @@ INK = "#1a1b1e"  # of text, axes and reference lines; in a page's SVG it becomes
 STYLE = {
     "figure.figsize": (4.4, 3.3),  # inches: a column of print, and text of a readable size on a phone
     "figure.constrained_layout.use": True, "savefig.dpi": 250,
-    "font.family": "sans-serif", "font.size": 9, "legend.fontsize": 8, "legend.frameon": False,
+    "font.family": "sans-serif", "font.size": 10, "legend.fontsize": 9, "legend.frameon": False,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.color": INK,
     "grid.linewidth": 0.5, "lines.linewidth": 1.4, "lines.markersize": 4,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -54,9 +54,8 @@ def having(groups: Groups, has: Callable[[Run], bool]) -> Groups:
     return {name: runs for name, runs in kept.items() if runs}
 
 
-def legend_of(what: str, name: str, groups: Groups) -> str:
-    """"baseline: validation, mean and range of 5 runs"; a group that stands alone needs no name."""
-    runs = groups[name]
+def legend_of(what: str, name: str, runs: list[Run], groups: Groups) -> str:
+    """"baseline: validation, mean and range of 5 runs"; the only one of the `groups` needs no name."""
     count = f"mean and range of {len(runs)} runs" if len(runs) > 1 else "1 run"
     unfinished = sum(not run.finished for run in runs)
     return ((f"{name}: " if len(groups) > 1 else "") + f"{what}, {count}"
@@ -65,7 +64,9 @@ def legend_of(what: str, name: str, groups: Groups) -> str:
 
 def legend_above(axes: plt.Axes) -> None:
     """The legend between title and axes, where it cannot cover a curve."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=1)
+    legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=1)
+    for text in legend.get_texts():  # a line that is wider than the axes would make them smaller
+        text.set_text(textwrap.fill(text.get_text(), 44))
 
 
 def draw(axes: plt.Axes, index: int, curves: list[tuple[np.ndarray, np.ndarray]], label: str, marker: bool = True) -> None:
@@ -93,7 +94,7 @@ def loss_figure(groups: Groups, against: str) -> Figure | None:
     curves = {name: [(run.validations[key], run.validations["loss"]) for run in runs] for name, runs in shown.items()}
     figure, axes = plt.subplots()
     for index, name in enumerate(shown):
-        draw(axes, index, curves[name], legend_of("validation", name, shown))
+        draw(axes, index, curves[name], legend_of("validation", name, shown[name], groups))
     limits = [y[x > 0] for group in curves.values() for x, y in group]
     trained = [run for run in next(iter(shown.values())) if len(run.steps.get("loss", []))]
     if len(shown) == 1 and trained:
@@ -101,7 +102,7 @@ def loss_figure(groups: Groups, against: str) -> Figure | None:
         training = [(run.step_time_s if against == "time" else run.steps["tokens"], smooth(run.steps["loss"], width))
                     for run in trained]
         what = "training" + (f" (mean of {width} steps)" if width > 1 else "")
-        draw(axes, 1, training, legend_of(what, next(iter(shown)), shown), marker=False)
+        draw(axes, 1, training, legend_of(what, *next(iter(shown.items())), groups), marker=False)
         limits += [y[len(y) // 8:] for _, y in training]
     for target in targets_of(shown):
         draw_target(axes, target)
@@ -110,6 +111,7 @@ def loss_figure(groups: Groups, against: str) -> Figure | None:
     axes.set_xlabel("training time (s)" if against == "time" else "training tokens")
     if against == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        axes.xaxis.set_major_locator(MaxNLocator(6))
     legend_above(axes)
     return figure
 
@@ -181,7 +183,7 @@ def step_time_figure(groups: Groups) -> Figure | None:
     top = 1.3 * np.quantile(everything, 0.98)
     figure, axes = plt.subplots()
     for index, (name, runs) in enumerate(shown.items()):
-        label = legend_of("step time", name, shown)
+        label = legend_of("step time", name, runs, groups)
         draw(axes, index, [(run.steps["step"], run.steps["ms"]) for run in runs], label, marker=False)
     axes.set_ylim(0, top)
     above = everything[everything > top]
@@ -190,7 +192,7 @@ def step_time_figure(groups: Groups) -> Figure | None:
         axes.plot([], [], " ", label=f"{counted} above the axis, up to {above.max():.0f} ms")
     axes.set_ylabel("time of a step (ms)")
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     legend_above(axes)
     return figure
 
@@ -217,7 +219,7 @@ def schedule_figure(groups: Groups) -> Figure | None:
         if "tokens" in title:
             axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
     all_axes[-1, 0].set_xlabel("step")
-    all_axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    all_axes[-1, 0].xaxis.set_major_locator(MaxNLocator(7, integer=True))
     notes = dict.fromkeys(note for _, note in shown.values() if note)
     if notes:
         lines = [line for note in notes for line in textwrap.wrap(note, 64)]
@@ -249,8 +251,6 @@ def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure
         axes.set_ylabel("mean training time (s)")
         axes.set_xlabel("date")
         legend_above(axes)
-        for text in axes.get_legend().get_texts():  # machines have long names
-            text.set_text(textwrap.fill(text.get_text(), 44))
     return figure
 
 

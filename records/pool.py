@@ -5,9 +5,11 @@ from collections import Counter
 from dataclasses import asdict
 
 from records.schema import RecordError, Run, differences, flatten, last_part
-from records.stats import SIGNIFICANCE, TARGET, describe, more_runs, p_below, verdict
+from records.stats import SIGNIFICANCE, describe, more_runs, p_below, verdict
 
 NOT_CONFIGURATION = frozenset({"seed", "name"})  # settings in which runs of one configuration may differ
+
+NO_SEEDS = "foreign logs carry no seed: that their seeds are distinct cannot be checked"
 
 
 def require_sample(runs: list[Run], what: str = "the runs") -> None:
@@ -39,15 +41,22 @@ def require_one_configuration(runs: list[Run], what: str) -> None:
         clashes = configuration_differences(runs[0], run)
         if clashes:
             raise RecordError(f"{what} mix configurations: {runs[0].label} and {run.label} differ in "
-                              f"{list_clashes(clashes)}; give the runs of one, such as \"records/runs/*-{run.name}\"")
+                              f"{list_clashes(clashes)}; give the runs of one, for instance by a pattern such as \"records/runs/*-name\"")
 
 
 def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:
-    """Setting -> (in a, in b) where two runs differ in more than seed and name; "sources" where their code differs."""
+    """Setting -> (in a, in b) where two runs differ in more than seed and name; "sources" where their code differs.
+
+    Of a foreign log against ours only what both say, and that one is foreign.
+    """
     ignored = frozenset(key for key in flatten(a.header["config"]) if last_part(key) in NOT_CONFIGURATION)
     fields = ("preset", "world_size", "attention", "fp8", "target", "sources")
-    return (differences(a.header["config"], b.header["config"], ignored)
-            | differences({key: a.header.get(key) for key in fields}, {key: b.header.get(key) for key in fields}))
+    found = (differences(a.header["config"], b.header["config"], ignored)
+             | differences({key: a.header.get(key) for key in fields}, {key: b.header.get(key) for key in fields}))
+    if a.foreign == b.foreign:
+        return found
+    both = {key: pair for key, pair in found.items() if None not in pair}
+    return both | {"form of the log": tuple("foreign" if run.foreign else "ours" for run in (a, b))}
 
 
 def environment_differences(a: Run, b: Run) -> dict[str, tuple]:
@@ -78,11 +87,11 @@ def summarize(runs: list[Run], target: float | None = None) -> dict:
     """The statistics of one configuration's runs, ready for JSON; RecordError where they may not be pooled."""
     require_sample(runs)
     if target is None:
-        target = TARGET if runs[0].foreign else runs[0].header["target"]
+        target = runs[0].header["target"]
     losses, times = [run.loss for run in runs], [run.time_s for run in runs]
     notes = [f"{run.label}: {warning}" for run in runs for warning in run.warnings]
     if any(run.seed is None for run in runs):
-        notes.append("foreign logs carry no seed: that the runs are distinct cannot be checked")
+        notes.append(NO_SEEDS)
     machines = [environment_differences(runs[0], run) for run in runs[1:]]
     if any(machines):
         notes.append("the runs' environments differ, so their times are not comparable: "

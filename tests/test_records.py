@@ -1,6 +1,7 @@
 """Records, the writing half: comparisons, record folders, pictures, the page, the README's table, watch, ab and sweep."""
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -46,6 +47,21 @@ def add_second(root: Path, **options) -> Path:
         write_run(root / "runs", "second", seed, settings={"lr": 0.026}, pace_ms=24.0, sources=changed, **options)
     words = {"title": "Faster", "contributors": [], "parent": "2026-11-21_first", "date": "2026-11-30"}
     return create(read_logs([root / "runs" / "*-second"]), root, "second", words, changed="The rate.", why="It is higher.")
+
+
+# The command line
+
+@pytest.mark.parametrize("name", ["check", "stats", "compare", "ab", "plot", "report", "watch", "sweep", "new"])
+def test_every_command_has_help(name, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        command(name, "--help")
+    assert f"records {name}" in capsys.readouterr().out
+
+
+def test_what_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(SystemExit, match="need scipy: pip install -r requirements.txt"):
+        runpy.run_path(str(ROOT / "records" / "__main__.py"), run_name="__main__")
 
 
 # Record folders
