@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--parent", type=Path, metavar="RECORD", help="default: the fastest record of the run's preset")
     sub.add_argument("--every", type=float, default=1.0, metavar="SECONDS")
     sub.add_argument("--once", action="store_true", help="print the present state and end")
-    sub = command(run_sweep, "run every combination of settings × seeds that this command and code have not run yet, and print a table")
+    sub = command(run_sweep, "run all settings × seeds that this command and code have not run yet; print a table")
     sub.add_argument("--set", action="append", required=True, metavar="NAME=A,B,…", help="repeatable: all combinations")
     sub.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 each (default: 3)")
     sub.add_argument("--name", help="of its runs (default: sweep-<settings>)")

@@ -243,7 +243,8 @@ def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure
                           label=f"best: {name}", **style)
             unproven = [(day, time_s) for day, time_s, proven in points if not proven]
             if unproven:
-                axes.plot(*zip(*unproven), linestyle="", fillstyle="none", label=f"not proven (p ≥ {SIGNIFICANCE:g}): {name}", **style)
+                axes.plot(*zip(*unproven), linestyle="", fillstyle="none",
+                          label=f"not proven (p ≥ {SIGNIFICANCE:g}): {name}", **style)
         axes.set_ylim(0, 1.1 * max(time_s for points in series.values() for _, time_s, _ in points))
         days = sorted(day for points in series.values() for day, _, _ in points)
         axes.set_xticks(list(dict.fromkeys([days[0], days[0] + (days[-1] - days[0]) / 2, days[-1]])))

@@ -41,7 +41,7 @@ def require_one_configuration(runs: list[Run], what: str) -> None:
         clashes = configuration_differences(runs[0], run)
         if clashes:
             raise RecordError(f"{what} mix configurations: {runs[0].label} and {run.label} differ in "
-                              f"{list_clashes(clashes)}; give the runs of one, for instance by a pattern such as \"records/runs/*-name\"")
+                              f"{list_clashes(clashes)}; give those of one, by a pattern such as \"records/runs/*-name\"")
 
 
 def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:

@@ -24,6 +24,10 @@ LEGEND = ("Mean ± standard deviation over n runs; p of the one-sided t-test of 
 STYLE_SHEET = Path(__file__).with_name("page.css")
 
 
+def machine(record: Record) -> str:
+    return devices_text(record.data["hardware"]) or "unknown machine"
+
+
 def row(record: Record) -> list[str]:
     """The cells of HEAD for one record."""
     data = record.data
@@ -34,7 +38,7 @@ def row(record: Record) -> list[str]:
 
     return [data["date"], spread("mean_time_s", "standard_deviation_time_s", 2),
             spread("mean_loss", "standard_deviation_loss", 4), number_text(data["target"], "g"), str(len(data["runs"])),
-            number_text(data["p_value"], ".2g"), devices_text(data["hardware"]), data["preset"], ", ".join(data["contributors"]) or "-"]
+            number_text(data["p_value"], ".2g"), machine(record), data["preset"], ", ".join(data["contributors"]) or "-"]
 
 
 def readme_table(records: list[Record]) -> str:
@@ -42,7 +46,8 @@ def readme_table(records: list[Record]) -> str:
     if not records:
         return "No records yet: `python -m records new` makes the first one of finished runs."
     rows = [[f"[{record.data['title']}](records/{record.name})", *row(record)] for record in reversed(records)]
-    return markdown.table(HEAD, rows, words={HEAD.index(name) for name in ("record", "machine", "preset", "by")}) + "\n\n" + LEGEND
+    words = {HEAD.index(name) for name in ("record", "machine", "preset", "by")}
+    return markdown.table(HEAD, rows, words) + "\n\n" + LEGEND
 
 
 def write(root: Path) -> tuple[Path, list[str]]:
@@ -86,7 +91,7 @@ def progress(records: list[Record]) -> dict[str, list[tuple[date, float, bool]]]
     """Times are comparable only on one machine, preset and target: a series for each."""
     series = defaultdict(list)
     for record in records:
-        name = f"{devices_text(record.data['hardware'])}, {record.data['preset']}, target {number_text(record.data['target'], 'g')}"
+        name = f"{machine(record)}, {record.data['preset']}, target {number_text(record.data['target'], 'g')}"
         day = date.fromisoformat(record.data["date"])
         series[name].append((day, record.data["mean_time_s"], is_proven(record.data)))
     return dict(series)
@@ -98,7 +103,7 @@ def record_html(record: Record, parent: Record | None) -> str:
     pictures = [figure_html(page_svg(figure, f"{record.name}-{name}"), CAPTIONS[name])
                 for name, figure in figures({data["title"]: record.runs}).items()]
     runs = [[str(run["seed"]), f"{run['loss']:.4f}", f"{run['time_s']:.3f}"] for run in data["runs"]]
-    environment = {"machine": devices_text(data["hardware"]), "driver": data["driver"], **data["versions"], "commit": data["commit"],
+    environment = {"machine": machine(record), "driver": data["driver"], **data["versions"], "commit": data["commit"],
                    "attention": header["attention"], "fp8": header["fp8"], "parameters": f"{header['parameters']:,}",
                    "command": " ".join(map(str, header["command"])), "sources": data["sources"]}
     return "\n".join([
