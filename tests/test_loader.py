@@ -149,4 +149,4 @@ def test_a_million_documents_in_bounded_memory(tmp_path, config):
     list(plan.prefetch(0, len(plan.schedule)))
     peak, seconds = tracemalloc.get_traced_memory()[1], time.time() - begin
     tracemalloc.stop()
-    assert len(plan.open(0)[1]) == 1_000_000 and peak < 100e6 and seconds < 20
+    assert len(plan.text.open(0)[1]) == 1_000_000 and peak < 100e6 and seconds < 20
