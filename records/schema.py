@@ -1,4 +1,5 @@
 """What a log holds: the kinds of line and their fields, and `Run`, the one form in which the tools see a log."""
+import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,8 @@ LINES = {
     },
     "stopped": {"step": int, "reason": str},
 }
+# What the step lines of the first logs did not say yet, and what then stands for it; windows are short and long, blocks.
+SCHEDULE = {"momentum": math.nan, "windows": [math.nan, math.nan]}
 
 
 class RecordError(ValueError):

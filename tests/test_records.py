@@ -264,24 +264,15 @@ def test_a_plot_line_is_one_configuration(root, capsys):
     assert "mix configurations" in capsys.readouterr().err
 
 
-def test_the_schedule_is_that_of_the_kept_program(root, first):
-    runs = [load(first).runs[0], read_logs([root / "runs"])[0]]  # sources in the record, and beside the runs
-    for run in runs:
-        drawn, note = schedule.panels(run)
-        assert not note
-        assert [title for title, _ in drawn] == ["learning rate (×)", "batch (tokens)", "window (blocks)", "momentum"]
-        assert dict(drawn)["window (blocks)"]["long attention window"][-1] == 11
-
-
-@pytest.mark.parametrize("change, note", [
-    (lambda path: path.write_text(path.read_text().replace("lr=", "lr=2 * ")), "is not the logged one"),
-    (lambda path: path.write_text("import gone"), "ModuleNotFoundError: No module named 'gone'"),
-    (lambda path: path.unlink(), "the run's sources are not kept"),
-])
-def test_what_the_kept_program_cannot_say_is_left_out(first, change, note):
-    change(first / "sources" / "train_gpt.py")
-    drawn, said = schedule.panels(load(first).runs[0])
-    assert len(drawn) == 2 and note in said
+def test_schedule_panels(first):
+    run = load(first).runs[0]
+    drawn, note = schedule.panels(run)
+    assert not note
+    assert [title for title, _ in drawn] == ["learning rate (×)", "batch (tokens)", "window (blocks)", "momentum"]
+    assert dict(drawn)["window (blocks)"]["long attention window"][-1] == 11
+    change_log(first, r'"momentum": 0.95, "windows": .*?], ', "", count=0)  # as the first logs were
+    drawn, note = schedule.panels(load(first).runs[0])
+    assert len(drawn) == 2 and "not logged" in note
 
 
 def test_report(root):
@@ -360,6 +351,6 @@ def test_a_run_of_the_cpu_preset(tmp_path):
     runs = read_logs([tmp_path / "runs"])
     folder = create(runs, tmp_path / "records", "cpu", WORDS, changed="Nothing.", why="It does not.")
     assert command("--records", tmp_path / "records", "check") == 0
-    assert schedule.panels(load(folder).runs[0])[1] == "", "train_gpt's schedule must agree with its log"
+    assert len(schedule.panels(load(folder).runs[0])[0]) == 4
     assert command("--records", tmp_path / "records", "report") == 0
     assert "<svg" in (tmp_path / "records" / "index.html").read_text()

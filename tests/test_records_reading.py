@@ -173,6 +173,7 @@ def test_stopped_log(root):
     (lambda lines: [*lines, lines[5]], "a line after the run's last one"),
     (lambda lines: [lines[0].replace('"schema": 1', '"schema": 2')], "log schema 2; these tools read schema 1"),
     (lambda lines: [lines[0], lines[1].replace('"ms"', '"milliseconds"')], "step line needs 'ms'"),
+    (lambda lines: [lines[0], lines[1].replace('"windows": [1, 3]', '"windows": [1]')], r"needs 'windows' as \[short, long\]"),
     (lambda lines: [lines[0].replace('"preset": "made-up"', '"preset": null')], "needs 'preset' as str, found None"),
     (lambda lines: [lines[0], '{"kind": "other"}'], "kind 'other'"),
 ])
