@@ -991,10 +991,7 @@ class Trainer:
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Batch]]] = {}    # by kind of step, with the input it reads
 
     def step(self, step: Step, batches: list[Batch]) -> Tensor:
-        """Train on this rank's micro-batches of a step, which lie on the host.
-
-        Returns the mean next-token loss over all ranks: 0-dim, not waited for, overwritten by the next step.
-        """
+        """Train on this rank's micro-batches of a step, on the host; returns the mean next-token loss over all ranks (0-dim, no wait)."""
         if not step.tied:
             self.optimizer.untie()
         # What differs between steps of one kind, as numbers on the device: a captured step reads them there.
@@ -1008,7 +1005,7 @@ class Trainer:
             graph.replay()
         else:
             self.program(step, [to_device(batch, self.world.device) for batch in batches])
-        return self.loss
+        return self.loss.clone()                                         # a replay writes where the last one did
 
     def program(self, step: Step, batches: list[Batch]) -> None:
         """What a step does on the device: the same work for all steps of its kind, and no word to or from the host."""

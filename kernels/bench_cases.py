@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
 from kernels.coefficients import polar_express
 
 PLAIN_5, AOL_4 = polar_express(5), polar_express(4, lower=7e-3)
@@ -178,6 +178,23 @@ def head_cases(width: int = 768, vocabulary: int = 50304) -> Iterator[Case]:
                    exact=lambda *tensors: head_gradients(head_loss.head_loss_twin)(*tensors[:-1], False))
 
 
+def embedding_cases(width: int = 768) -> Iterator[Case]:
+    def inputs(rows: int, tokens: int) -> tuple:
+        index = (rows ** torch.rand(tokens, device="cuda")).long() - 1          # the k-th row about as often as 1/k, as words are
+        return random(rows, width), random(tokens, width), index
+
+    def kernel(out: Tensor, grad: Tensor, index: Tensor) -> Tensor:
+        return embedding.add_rows(out, grad, *embedding.sort_rows(index)[1:])
+
+    def dense(out: Tensor, grad: Tensor, index: Tensor) -> Tensor:
+        return out.add_(torch.ops.aten.embedding_dense_backward(grad, index, len(out), -1, False))
+
+    for tokens in (16384, 49152):
+        for rows in (50304, 377280):
+            yield Case("embedding's gradient, with the sort", f"{tokens} of {rows} × {width}", partial(inputs, rows, tokens),
+                       kernel, dense, 0.0, 6.0 * tokens * width)
+
+
 def moving_cases() -> Iterator[Case]:
     for shape in ((49152, 768), (49152, 3072), (50304, 768)):
         name, size = "{} × {}".format(*shape), shape[0] * shape[1]
@@ -192,4 +209,5 @@ def moving_cases() -> Iterator[Case]:
                transpose.transpose, transpose.transpose_reference, 0.0, 2.0 * 16384 * 50304, configs=transpose.CONFIGS)
 
 
-CASES = (orthogonalisation_cases, product_cases, mlp_cases, whole_mlp_cases, head_cases, cross_entropy_cases, moving_cases)
+CASES = (orthogonalisation_cases, product_cases, mlp_cases, whole_mlp_cases, head_cases, cross_entropy_cases, embedding_cases,
+         moving_cases)

@@ -29,11 +29,11 @@ def embedding_twin(table: Tensor, order: Sorted) -> Tensor:
     return F.embedding(order.index, table)
 
 
-def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tensor) -> None:
+def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     """Plain PyTorch twin of `add_rows`, in float32."""
     wide = torch.promote_types(out.dtype, torch.float32)
     sums = torch.zeros_like(out, dtype=wide).index_add_(0, rows.long(), grad[positions].to(wide))
-    out.copy_(out.to(wide) + sums)
+    return out.copy_(out.to(wide) + sums)
 
 
 @triton.jit
@@ -71,8 +71,8 @@ def add_rows(
     rows: Tensor,  # (n,) ascending row numbers, from `sort_rows`
     positions: Tensor,  # (n,) which row of `grad` belongs to each of them
     tuned: tuple[int, int, int, int] = (32, 32, 256, 4),  # positions a program, rows a chunk, columns, warps
-) -> None:
-    """out[rows[i]] += grad[positions[i]] for all i, summed in float32, rounded once a call."""
+) -> Tensor:
+    """out[rows[i]] += grad[positions[i]] for all i, summed in float32, rounded once a call; returns out."""
     for name, tensor in (("out", out), ("grad", grad)):
         check(tensor.ndim == 2 and tensor.stride(1) == 1, name, tensor, "a matrix with contiguous rows")
     check(grad.shape == (len(rows), out.shape[1]), "grad", grad, f"({len(rows)}, {out.shape[1]})")
@@ -82,6 +82,7 @@ def add_rows(
         add_rows_kernel[triton.cdiv(len(rows), starts), triton.cdiv(grad.shape[1], columns)](
             out, grad, rows, positions, len(rows), grad.shape[1], out.stride(0), grad.stride(0),
             STARTS=starts, CHUNK=chunk, COLUMNS=columns, num_warps=warps)
+    return out
 
 
 class Embedding(torch.autograd.Function):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
 from kernels.coefficients import polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -127,6 +127,8 @@ def movers() -> Iterator[tuple[str, Callable]]:
     yield "quantize", lambda: quantize.quantize(x, scale, amax=amax)
     yield "quantize alone", lambda: quantize.quantize(x[:, 1:], scale, torch.float8_e5m2, both=False)
     yield "transpose", lambda: transpose.transpose(x)
+    order = embedding.sort_rows(torch.randint(9, (71,), device=DEVICE))
+    yield "embedding's add_rows", lambda: embedding.add_rows(random(9, 133), x, *order[1:])
     yield "add_transposed", lambda: transpose.add_transposed(random(133, 71), x)
 
 

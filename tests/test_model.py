@@ -195,14 +195,14 @@ def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
             trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
 
 
-def test_kernels_stand_in_for_their_twins_on_gpus_alone(config):
-    """A kernel that is switched off leaves its twin; a device without CUDA runs twins whatever is on."""
-    config, kernels = replace(config, compile=False), {train_gpt.mlp_twin: train_gpt.mlp, train_gpt.head_loss_twin: False}
-    on_gpu = train_gpt.compiled(config, torch.device("cuda"), train_gpt.norm, *kernels, kernels=kernels)
-    assert on_gpu == {train_gpt.norm: train_gpt.norm, train_gpt.mlp_twin: train_gpt.mlp,
-                      train_gpt.head_loss_twin: train_gpt.head_loss_twin}
-    on_cpu = train_gpt.compiled(config, torch.device("cpu"), train_gpt.norm, *kernels, kernels=kernels)
-    assert all(function is runs for function, runs in on_cpu.items())
+@pytest.mark.parametrize("setting", train_gpt.KERNELS)
+def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting):
+    """And a device without CUDA runs twins whatever is on."""
+    twins = [twin for twin, _ in train_gpt.KERNELS.values()]
+    config = replace(config, compile=False, **{setting: False})
+    expected = {twin: twin if name == setting else kernel for name, (twin, kernel) in train_gpt.KERNELS.items()}
+    assert train_gpt.compiled(config, torch.device("cuda"), *twins) == expected
+    assert train_gpt.compiled(config, torch.device("cpu"), *twins) == {twin: twin for twin in twins}
 
 
 SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "skip", "backout", "late_input", "yarn", "neuron_norm",
