@@ -1082,10 +1082,10 @@ class Report:
                             "--muon_lr and --adam_lr, or try --fp8 false")
         self.tokens += step.batch_tokens
         self.step_ms.append(ms)
-        self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, tokens=self.tokens, ms=round(ms, 3))
+        self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, momentum=step.momentum,
+                       windows=step.windows, tokens=self.tokens, ms=round(ms, 3))
         rate = step.batch_tokens / ms * 1e3
-        flops = rate * self.trainer.model.flops_per_token(step)
-        mfu = f"{flops / self.peak / self.trainer.world.size:.0%}" if self.peak else "n/a"
+        mfu = f"{rate * self.trainer.model.flops_per_token(step) / self.peak / self.trainer.world.size:.0%}" if self.peak else "n/a"
         validation = {} if math.isnan(self.validation_loss) else {"val": f"{self.validation_loss:.4f}"}
         self.bar.set_postfix(loss=f"{self.loss:.4f}", **validation, tok_s=f"{rate:,.0f}", MFU=mfu, refresh=False)
         self.bar.update()

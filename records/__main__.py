@@ -3,7 +3,12 @@ import argparse
 import json
 import shlex
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+
+missing = [name for name in ("scipy", "matplotlib") if find_spec(name) is None]
+if missing:
+    sys.exit(f"error: the record tools need {' and '.join(missing)}: pip install -r requirements.txt")
 
 from records import check, compare, launch, pool, record, stats, sweep, watch
 from records.logs import read_logs
@@ -29,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     add_json(sub)
     sub = command(run_stats, "mean, spread and a t-test against the target, of one configuration's runs")
     sub.add_argument("logs", nargs="+", metavar="LOG", help=LOGS)
-    sub.add_argument("--target", type=float, help=f"nats/token (default: the logs' own, else {stats.TARGET})")
+    sub.add_argument("--target", type=float, help=f"nats/token (default: the logs' own; {stats.TARGET} for foreign ones)")
     add_json(sub)
     sub = command(run_compare, "two configurations: Welch's test on loss and time, milliseconds of each stage")
     sub.add_argument("a", metavar="A", help=LOGS)
@@ -50,12 +55,12 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--parent", type=Path, metavar="RECORD", help="default: the fastest record of the run's preset")
     sub.add_argument("--every", type=float, default=1.0, metavar="SECONDS")
     sub.add_argument("--once", action="store_true", help="print the present state and end")
-    sub = command(run_sweep, "run every combination of settings × seeds that is not there yet, and print a table")
+    sub = command(run_sweep, "run all settings × seeds that this command and code have not run yet; print a table")
     sub.add_argument("--set", action="append", required=True, metavar="NAME=A,B,…", help="repeatable: all combinations")
     sub.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds 0 to N - 1 each (default: 3)")
-    sub.add_argument("--name", help="of its runs (default: sweep-<settings>); the same name resumes")
+    sub.add_argument("--name", help="of its runs (default: sweep-<settings>)")
     add_json(sub)
-    sub.add_argument("run", nargs="+", metavar="-- COMMAND", help="the training command; settings are added to its end")
+    sub.add_argument("run", nargs="+", metavar="-- COMMAND", help="the training command; settings are added at its end")
     sub = command(run_new, "make a record of finished runs")
     sub.add_argument("logs", nargs="+", metavar="LOG", help=LOGS)
     sub.add_argument("--name", required=True, help="of the folder, after the date")

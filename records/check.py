@@ -30,7 +30,7 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
         clashes = environment_differences(first, run)
         if clashes:
             problems.append(f"{first.label} and {run.label} ran in different environments: {list_clashes(clashes)}")
-    notes = [] if is_proven(true) else [significance_line(true)]
+    notes = [] if is_proven(true) else [f"not shown to be below its target: {significance_line(true)}"]
     if not first.header["commit"] or first.header["dirty"]:
         notes.append("the runs' commit is unknown or had uncommitted changes: sources/ is what ran")
     if true["parent"] is not None:

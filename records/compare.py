@@ -4,8 +4,9 @@ from dataclasses import asdict
 import numpy as np
 
 from records.markdown import table
-from records.pool import configuration_differences, environment_differences, list_clashes, require_sample, spread_text
-from records.schema import Run
+from records.pool import (NO_SEEDS, configuration_differences, environment_differences, list_clashes, require_sample,
+                          spread_text)
+from records.schema import RecordError, Run
 from records.stats import describe, welch
 
 
@@ -14,6 +15,9 @@ def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> 
     result = {"names": list(names), "notes": []}
     for name, runs in zip(names, (a, b)):
         require_sample(runs, name)
+    both = {run.path.resolve() for run in a} & {run.path.resolve() for run in b}
+    if both:
+        raise RecordError(f"{', '.join(sorted(path.parent.name for path in both))}: on both sides; compare takes two samples")
     for key, values in {"loss": lambda run: run.loss, "time_s": lambda run: run.time_s}.items():
         losses = [[values(run) for run in runs] for runs in (a, b)]
         result[key] = {"a": asdict(describe(losses[0])), "b": asdict(describe(losses[1])), **asdict(welch(*losses))}
@@ -24,7 +28,7 @@ def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> 
         result["notes"].append("machine, driver or versions differ, so the times are not comparable: "
                                + list_clashes(environment))
     if any(run.seed is None for run in [*a, *b]):
-        result["notes"].append("foreign logs carry no seed: that the runs are distinct cannot be checked")
+        result["notes"].append(NO_SEEDS)
     if any(run.foreign for run in [*a, *b]) and not all(run.foreign for run in [*a, *b]):
         result["notes"].append("a foreign log does not name its data: see that both sides were scored on the same tokens")
     return result
@@ -58,7 +62,7 @@ def difference_text(part: dict, digits: int, unit: str) -> str:
 
 def compare_text(result: dict) -> str:
     a, b = result["names"]
-    lines = [f"A = {a}, B = {b}; differences are B - A, by Welch's t-test (two-sided)"]
+    lines = [f"A = {a}", f"B = {b}", "differences are B - A, by Welch's t-test (two-sided)", ""]
     for key, title, digits, unit in (("loss", "loss", 4, "nats/token"), ("time_s", "time", 3, "s")):
         part = result[key]
         lines += [f"{title}  A  n = {part['a']['n']}, {spread_text(part['a'], digits, unit)}",

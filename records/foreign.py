@@ -6,7 +6,7 @@ Such a log is: the sources, a line of `=`, the environment (`Running Python …`
     step:251/1390 train_time:7962ms step_avg:31.72ms
     peak memory allocated: 37352 MiB reserved: 45542 MiB
 
-It has no seed, no training loss and no token count, and its times are whole milliseconds.
+It has no seed, no target (the speedrun's is taken), no training loss and no token count; its times are whole milliseconds.
 """
 import hashlib
 import re
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from records.schema import RecordError, Run
+from records.stats import TARGET
 
 SEPARATOR = re.compile(r"^={20,}\s*$", re.M)
 STEP = re.compile(r"^step:(\d+)/(\d+) (?:val_loss:(\S+) )?(?:train_loss:\S+ )?train_time:([\d.]+)ms", re.M)
@@ -47,15 +48,15 @@ def parse_foreign(text: str, path: Path) -> Run:
 
 def header(before: list[str], path: Path, total: int) -> dict:
     """The header's fields, as far as the sources and the environment before the steps tell them."""
-    environment = "\n".join(before[1:])
+    environment = before.pop() if len(before) > 1 else ""  # what is before it are sources, though they hold such a line
 
     def find(pattern: str) -> str | None:
         match = re.search(pattern, environment, re.M)
         return match[1].rstrip(",") if match else None
 
-    sources = before[0].strip() if before else ""
+    sources = "\n".join(before).strip()
     devices = DEVICE.findall(environment)
-    return {"name": path.stem, "seed": None, "preset": None, "target": None, "config": {"steps": total},
+    return {"name": path.stem, "seed": None, "preset": None, "target": TARGET, "config": {"steps": total},
             "world_size": len(devices) or None, "devices": devices, "driver": find(DRIVER),
             "versions": {name: find(pattern) for name, pattern in VERSIONS.items()}, "commit": None,
             "sources": hashlib.sha256(sources.encode()).hexdigest() if sources else None}

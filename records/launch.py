@@ -11,17 +11,19 @@ from records.schema import LOG_NAME, RecordError, Run
 
 
 def launch(command: str, runs: Path) -> Run:
-    """Run a shell command and return the one finished run that it added to the folder `runs`."""
+    """Run a shell command and return the one run that it added to the folder `runs`: finished, or ended by divergence."""
     before = set(runs.glob(f"*/{LOG_NAME}"))
     print(f"$ {command}", file=sys.stderr, flush=True)
     code = subprocess.run(command, shell=True, stdout=sys.stderr).returncode  # stdout is for this tool's own result
-    if code:
-        raise RecordError(f"`{command}` failed with exit code {code}; see its output above")
     new = sorted(set(runs.glob(f"*/{LOG_NAME}")) - before)
-    if len(new) != 1:
+    run = read_log(new[0]) if len(new) == 1 else None
+    if run and run.diverged:
+        return run
+    if code:
+        raise RecordError(f"the command above failed with exit code {code}; see its own message")
+    if not run:
         found = ", ".join(log.parent.name for log in new) or "none"
-        raise RecordError(f"`{command}` should add one run to {runs}, found {found}; does it log there, and alone?")
-    run = read_log(new[0])
+        raise RecordError(f"the command above should add one run to {runs}, found {found}; does it log there, and alone?")
     if not run.finished:
         raise RecordError(f"{run.label}: {'; '.join(run.warnings)}")
     return run
@@ -45,5 +47,8 @@ def alternate(commands: tuple[str, str], count: int, runs: Path, first_seed: int
     sides: tuple[list[Run], list[Run]] = ([], [])
     for i in range(count):
         for side in (0, 1) if i % 2 == 0 else (1, 0):
-            sides[side].append(launch(with_settings(commands[side], {"seed": str(first_seed + i)}), runs))
+            run = launch(with_settings(commands[side], {"seed": str(first_seed + i)}), runs)
+            if run.diverged:
+                raise RecordError(f"{run.label}: {run.stopped}")
+            sides[side].append(run)
     return compare(*sides, names=commands)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from records.foreign import parse_foreign
-from records.schema import LINES, LOG_NAME, LOG_SCHEMA, RecordError, Run, check_fields
+from records.schema import LINES, LOG_NAME, LOG_SCHEMA, NUMBER, SCHEDULE, RecordError, Run, check_fields
 
 
 def find_logs(place: str | Path) -> list[Path]:
@@ -83,9 +83,17 @@ def check_line(line: dict, where: str, first: bool) -> None:
     if first and line.get("schema") != LOG_SCHEMA:
         raise RecordError(f"{where}: log schema {line.get('schema')!r}; these tools read schema {LOG_SCHEMA}")
     check_fields(line, LINES[kind], f"{where}: {kind} line")
+    if kind == "step":
+        check_fields(SCHEDULE | line, {"momentum": NUMBER, "windows": list}, f"{where}: step line")
+        if len(line.get("windows", SCHEDULE["windows"])) != 2:
+            raise RecordError(f"{where}: step line needs 'windows' as [short, long], found {line['windows']}")
 
 
 def columns(lines: list[dict], kind: str) -> dict[str, np.ndarray]:
-    """Field -> values (n,): int64 for counts, float64 for the rest."""
-    return {name: np.array([line[name] for line in lines], np.int64 if kinds is int else np.float64)
-            for name, kinds in LINES[kind].items()}
+    """Field -> values (n,): int64 for counts, float64 for the rest; a step's windows are (n, 2)."""
+    found = {name: np.array([line[name] for line in lines], np.int64 if kinds is int else np.float64)
+             for name, kinds in LINES[kind].items()}
+    if kind == "step":
+        found |= {name: np.array([line.get(name, missing) for line in lines], np.float64)
+                  for name, missing in SCHEDULE.items()}
+    return found

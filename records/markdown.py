@@ -6,14 +6,14 @@ from records.schema import RecordError
 WRITTEN_SECTIONS = ("What changed", "Why it works")  # of a record's README
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table with aligned columns, readable in a terminal too; the first column is text, the rest numbers."""
+def table(head: list[str], rows: list[list[str]], words: set[int] = {0}) -> str:
+    """A Markdown table, readable in a terminal too; the columns `words` stand left, the others, numbers, right."""
     cells = [head, *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(head))]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    rule = ["-" * width if i in words else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
 
     def line(row: list[str]) -> str:
-        aligned = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
+        aligned = [cell.ljust(width) if i in words else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths))]
         return "| " + " | ".join(aligned) + " |"
 
     return "\n".join(line(row) for row in [head, rule, *cells[1:]])

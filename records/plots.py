@@ -31,7 +31,7 @@ INK = "#1a1b1e"  # of text, axes and reference lines; in a page's SVG it becomes
 STYLE = {
     "figure.figsize": (4.4, 3.3),  # inches: a column of print, and text of a readable size on a phone
     "figure.constrained_layout.use": True, "savefig.dpi": 250,
-    "font.family": "sans-serif", "font.size": 9, "legend.fontsize": 8, "legend.frameon": False,
+    "font.family": "sans-serif", "font.size": 10, "legend.fontsize": 9, "legend.frameon": False,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.color": INK,
     "grid.linewidth": 0.5, "lines.linewidth": 1.4, "lines.markersize": 4,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -54,9 +54,8 @@ def having(groups: Groups, has: Callable[[Run], bool]) -> Groups:
     return {name: runs for name, runs in kept.items() if runs}
 
 
-def legend_of(what: str, name: str, groups: Groups) -> str:
-    """"baseline: validation, mean and range of 5 runs"; a group that stands alone needs no name."""
-    runs = groups[name]
+def legend_of(what: str, name: str, runs: list[Run], groups: Groups) -> str:
+    """"baseline: validation, mean and range of 5 runs"; the only one of the `groups` needs no name."""
     count = f"mean and range of {len(runs)} runs" if len(runs) > 1 else "1 run"
     unfinished = sum(not run.finished for run in runs)
     return ((f"{name}: " if len(groups) > 1 else "") + f"{what}, {count}"
@@ -65,7 +64,9 @@ def legend_of(what: str, name: str, groups: Groups) -> str:
 
 def legend_above(axes: plt.Axes) -> None:
     """The legend between title and axes, where it cannot cover a curve."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=1)
+    legend = axes.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.2, ncols=1)
+    for text in legend.get_texts():  # a line that is wider than the axes would make them smaller
+        text.set_text(textwrap.fill(text.get_text(), 44))
 
 
 def draw(axes: plt.Axes, index: int, curves: list[tuple[np.ndarray, np.ndarray]], label: str, marker: bool = True) -> None:
@@ -93,29 +94,34 @@ def loss_figure(groups: Groups, against: str) -> Figure | None:
     curves = {name: [(run.validations[key], run.validations["loss"]) for run in runs] for name, runs in shown.items()}
     figure, axes = plt.subplots()
     for index, name in enumerate(shown):
-        draw(axes, index, curves[name], legend_of("validation", name, shown))
+        draw(axes, index, curves[name], legend_of("validation", name, shown[name], groups))
     limits = [y[x > 0] for group in curves.values() for x, y in group]
     trained = [run for run in next(iter(shown.values())) if len(run.steps.get("loss", []))]
     if len(shown) == 1 and trained:
         width = 1 + len(trained[0].steps["loss"]) // 40
         training = [(run.step_time_s if against == "time" else run.steps["tokens"], smooth(run.steps["loss"], width))
                     for run in trained]
-        draw(axes, 1, training, "training" + (f", mean of {width} steps" if width > 1 else ""), marker=False)
+        what = "training" + (f" (mean of {width} steps)" if width > 1 else "")
+        draw(axes, 1, training, legend_of(what, *next(iter(shown.items())), groups), marker=False)
         limits += [y[len(y) // 8:] for _, y in training]
-    limit_loss(axes, np.concatenate([*limits, list(draw_targets(axes, shown))]))
+    for target in targets_of(shown):
+        draw_target(axes, target)
+    limit_loss(axes, np.concatenate([*limits, targets_of(shown)]))
     axes.set_ylabel("loss (nats/token)")
     axes.set_xlabel("training time (s)" if against == "time" else "training tokens")
     if against == "tokens":
         axes.xaxis.set_major_formatter(EngFormatter(sep=" "))
+        axes.xaxis.set_major_locator(MaxNLocator(6))
     legend_above(axes)
     return figure
 
 
-def draw_targets(axes: plt.Axes, groups: Groups) -> set[float]:
-    targets = {run.header["target"] for runs in groups.values() for run in runs if run.header.get("target")}
-    for target in sorted(targets):
-        axes.axhline(target, color=INK, linewidth=1, linestyle=(0, (1, 2)), label=f"target {target:g}")
-    return targets
+def targets_of(groups: Groups) -> list[float]:
+    return sorted({run.header["target"] for runs in groups.values() for run in runs if run.header.get("target")})
+
+
+def draw_target(axes: plt.Axes, target: float) -> None:
+    axes.axhline(target, color=INK, linewidth=1, linestyle=(0, (1, 2)), label=f"target {target:g}")
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
@@ -143,19 +149,24 @@ def final_loss_figure(groups: Groups) -> Figure | None:
     if max(map(len, losses.values()), default=0) < 2:
         return None
     figure, axes = plt.subplots()
-    for index, name in enumerate(shown):
-        values, sample = losses[name], describe(losses[name])
-        prefix = f"{name}: " if len(shown) > 1 else ""
-        color = COLORS[index % len(COLORS)]
+    for index, (name, values) in enumerate(losses.items()):
+        sample, color = describe(values), COLORS[index % len(COLORS)]
         axes.plot(np.full(len(values), float(index)), values, MARKERS[index % len(MARKERS)], color=color, alpha=0.6,
-                  linestyle="", label=f"{prefix}each run")
+                  linestyle="", label="a run" if index == 0 else None)
         if sample.standard_error:
             half = stats.t.ppf(0.975, sample.n - 1) * sample.standard_error
             axes.errorbar(index + 0.2, sample.mean, half, fmt="_", color=color, capsize=4, markersize=12,
-                          label=f"{prefix}mean of {sample.n}, 95% interval")
-    draw_targets(axes, shown)
+                          label="mean and its 95% interval" if index == 0 else None)
+    low, high = axes.dataLim.intervaly
+    for target in targets_of(shown):
+        if low - 2 * (high - low) < target < high + 2 * (high - low):
+            draw_target(axes, target)
+        else:  # it would flatten all the rest
+            axes.plot([], [], " ", label=f"target {target:g}, {'below' if target < low else 'above'} the axis")
     axes.set_xlim(-0.6, len(shown) - 0.2)
-    axes.set_xticks(range(len(shown)), [f"n = {len(losses[name])}" for name in shown])
+    width = max(6, 36 // len(shown))  # letters that have room under a group
+    names = [textwrap.fill(name, width) + "\n" if len(shown) > 1 else "" for name in shown]
+    axes.set_xticks(range(len(shown)), [f"{name}n = {len(values)}" for name, values in zip(names, losses.values())])
     axes.set_ylabel("last validation loss (nats/token)")
     axes.set_xlabel("runs")
     axes.yaxis.set_major_formatter(FormatStrFormatter("%.4f"))
@@ -172,7 +183,7 @@ def step_time_figure(groups: Groups) -> Figure | None:
     top = 1.3 * np.quantile(everything, 0.98)
     figure, axes = plt.subplots()
     for index, (name, runs) in enumerate(shown.items()):
-        label = legend_of("step time", name, shown)
+        label = legend_of("step time", name, runs, groups)
         draw(axes, index, [(run.steps["step"], run.steps["ms"]) for run in runs], label, marker=False)
     axes.set_ylim(0, top)
     above = everything[everything > top]
@@ -181,7 +192,7 @@ def step_time_figure(groups: Groups) -> Figure | None:
         axes.plot([], [], " ", label=f"{counted} above the axis, up to {above.max():.0f} ms")
     axes.set_ylabel("time of a step (ms)")
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(7, integer=True))
     legend_above(axes)
     return figure
 
@@ -202,13 +213,13 @@ def schedule_figure(groups: Groups) -> Figure | None:
                           color=COLORS[count % len(COLORS)], linestyle=DASHES[count % len(DASHES)])
                 count += 1
         axes.set_ylabel(title)
-        if axes.dataLim.y0 < 0.5 * axes.dataLim.y1:  # momentum moves too little to be seen from zero
+        if axes.dataLim.y0 <= 0.5 * axes.dataLim.y1:  # momentum moves too little to be seen from zero
             axes.set_ylim(bottom=0)
         legend_above(axes)
         if "tokens" in title:
             axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
     all_axes[-1, 0].set_xlabel("step")
-    all_axes[-1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    all_axes[-1, 0].xaxis.set_major_locator(MaxNLocator(7, integer=True))
     notes = dict.fromkeys(note for _, note in shown.values() if note)
     if notes:
         lines = [line for note in notes for line in textwrap.wrap(note, 64)]
@@ -232,7 +243,8 @@ def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure
                           label=f"best: {name}", **style)
             unproven = [(day, time_s) for day, time_s, proven in points if not proven]
             if unproven:
-                axes.plot(*zip(*unproven), linestyle="", fillstyle="none", label=f"no p < {SIGNIFICANCE:g}: {name}", **style)
+                axes.plot(*zip(*unproven), linestyle="", fillstyle="none",
+                          label=f"not proven (p ≥ {SIGNIFICANCE:g}): {name}", **style)
         axes.set_ylim(0, 1.1 * max(time_s for points in series.values() for _, time_s, _ in points))
         days = sorted(day for points in series.values() for day, _, _ in points)
         axes.set_xticks(list(dict.fromkeys([days[0], days[0] + (days[-1] - days[0]) / 2, days[-1]])))
@@ -266,4 +278,5 @@ def page_svg(figure: Figure, name: str) -> str:
     plt.close(figure)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg"):].replace(INK, "currentColor")
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)  # finer than any screen
     return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)

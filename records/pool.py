@@ -1,12 +1,15 @@
 """Which runs may be pooled into one sample, where two runs differ, and the statistics of a sample as data and as text."""
 import math
+import os
 from collections import Counter
 from dataclasses import asdict
 
 from records.schema import RecordError, Run, differences, flatten, last_part
-from records.stats import SIGNIFICANCE, TARGET, describe, more_runs, p_below, verdict
+from records.stats import SIGNIFICANCE, describe, more_runs, p_below, verdict
 
 NOT_CONFIGURATION = frozenset({"seed", "name"})  # settings in which runs of one configuration may differ
+
+NO_SEEDS = "foreign logs carry no seed: that their seeds are distinct cannot be checked"
 
 
 def require_sample(runs: list[Run], what: str = "the runs") -> None:
@@ -16,13 +19,21 @@ def require_sample(runs: list[Run], what: str = "the runs") -> None:
             raise RecordError(f"{run.label}: {'; '.join(run.warnings)}. Statistics take finished runs: leave it out")
         if not math.isfinite(run.loss):
             raise RecordError(f"{run.label}: its loss is {run.loss}: the run diverged, and a mean would hide that")
-    seeds = Counter(run.seed for run in runs if run.seed is not None)
-    repeated = {seed: [run.label for run in runs if run.seed == seed] for seed, count in seeds.items() if count > 1}
+    require_one_configuration(runs, what)
+    origins = [origin(run) for run in runs]
+    repeated = {key: [run.label for run in runs if origin(run) == key] for key, n in Counter(origins).items() if n > 1}
     if repeated:
-        listed = "; ".join(f"seed {seed}: {', '.join(labels)}" for seed, labels in repeated.items())
+        listed = "; ".join(f"{key}: {', '.join(labels)}" for key, labels in repeated.items())
         raise RecordError(f"{what} repeat seeds, which makes the spread look smaller than it is ({listed}); "
                           "leave out all but one of each")
-    require_one_configuration(runs, what)
+
+
+def origin(run: Run) -> str:
+    """What no two runs of a sample may share: the seed; of a foreign log, which tells none, its curve."""
+    if run.seed is not None:
+        return f"seed {run.seed}"
+    return "equal numbers " + ", ".join(f"{loss:g} at {time_s:g} s" for loss, time_s in
+                                        zip(run.validations["loss"][-2:], run.validations["time_s"][-2:]))
 
 
 def require_one_configuration(runs: list[Run], what: str) -> None:
@@ -30,30 +41,45 @@ def require_one_configuration(runs: list[Run], what: str) -> None:
         clashes = configuration_differences(runs[0], run)
         if clashes:
             raise RecordError(f"{what} mix configurations: {runs[0].label} and {run.label} differ in "
-                              + list_clashes(clashes))
+                              f"{list_clashes(clashes)}; give those of one, by a pattern such as \"records/runs/*-name\"")
 
 
 def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:
-    """Setting -> (in a, in b) where two runs differ in more than seed and name; "sources" where their code differs."""
+    """Setting -> (in a, in b) where two runs differ in more than seed and name; "sources" where their code differs.
+
+    Of a foreign log against ours only what both say, and that one is foreign.
+    """
     ignored = frozenset(key for key in flatten(a.header["config"]) if last_part(key) in NOT_CONFIGURATION)
     fields = ("preset", "world_size", "attention", "fp8", "target", "sources")
-    return (differences(a.header["config"], b.header["config"], ignored)
-            | differences({key: a.header.get(key) for key in fields}, {key: b.header.get(key) for key in fields}))
+    found = (differences(a.header["config"], b.header["config"], ignored)
+             | differences({key: a.header.get(key) for key in fields}, {key: b.header.get(key) for key in fields}))
+    if a.foreign == b.foreign:
+        return found
+    both = {key: pair for key, pair in found.items() if None not in pair}
+    return both | {"form of the log": tuple("foreign" if run.foreign else "ours" for run in (a, b))}
 
 
 def environment_differences(a: Run, b: Run) -> dict[str, tuple]:
     """Key -> (in a, in b) where machine, driver or versions differ; nothing that a foreign log does not say."""
-    fields = ("devices", "driver", "versions")
-    found = differences({key: a.header.get(key) for key in fields}, {key: b.header.get(key) for key in fields})
+    said = [{"machine": devices_text(run.header["devices"]), "driver": run.header["driver"],
+             "versions": run.header["versions"]} for run in (a, b)]
+    found = differences(*said)
     return {key: pair for key, pair in found.items() if None not in pair or not (a.foreign or b.foreign)}
 
 
-def list_clashes(clashes: dict[str, tuple], most: int = 6) -> str:
-    def short(value: object) -> str:
-        text = str(value)
-        return text if len(text) <= 40 else text[:12] + "…"  # hashes and long lists
+def devices_text(devices: list[str]) -> str | None:
+    """"8 × NVIDIA H200", each kind of device once; None where none is known."""
+    return ", ".join(f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)) or None
 
-    listed = [f"{key} ({short(a)} / {short(b)})" for key, (a, b) in clashes.items()]
+
+def list_clashes(clashes: dict[str, tuple], most: int = 6) -> str:
+    """"lr (0.02 / 0.03), …"; of long values, such as hashes and tables, a piece around where they begin to differ."""
+    def pair(a: str, b: str) -> str:
+        start = max(0, len(os.path.commonprefix([a, b])) - 12) if max(len(a), len(b)) > 40 else 0
+        return " / ".join("…" * (start > 0) + (text[start:] if len(text) - start <= 40 else text[start:start + 24] + "…")
+                          for text in (a, b))
+
+    listed = [f"{key} ({pair(str(a), str(b))})" for key, (a, b) in clashes.items()]
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 
@@ -61,11 +87,11 @@ def summarize(runs: list[Run], target: float | None = None) -> dict:
     """The statistics of one configuration's runs, ready for JSON; RecordError where they may not be pooled."""
     require_sample(runs)
     if target is None:
-        target = TARGET if runs[0].foreign else runs[0].header["target"]
+        target = runs[0].header["target"]
     losses, times = [run.loss for run in runs], [run.time_s for run in runs]
     notes = [f"{run.label}: {warning}" for run in runs for warning in run.warnings]
     if any(run.seed is None for run in runs):
-        notes.append("foreign logs carry no seed: that the runs are distinct cannot be checked")
+        notes.append(NO_SEEDS)
     machines = [environment_differences(runs[0], run) for run in runs[1:]]
     if any(machines):
         notes.append("the runs' environments differ, so their times are not comparable: "
@@ -90,11 +116,13 @@ def spread_text(sample: dict, digits: int, unit: str) -> str:
 
 
 def summary_text(summary: dict) -> str:
-    p = "no t-test" if summary["p"] is None else f"p = {summary['p']:.2g}"
+    p = "no t-test"
+    if summary["p"] is not None:
+        p = f"p = {summary['p']:.2g} (one-sided t-test of \"the mean is above the target\")"
     seeds = ", ".join("?" if seed is None else str(seed) for seed in summary["seeds"])
     lines = [f"n        {summary['n']} (seeds {seeds})",
              f"loss     {spread_text(summary['loss'], 4, 'nats/token')}",
              f"time     {spread_text(summary['time_s'], 3, 's')}",
-             f"target   {number_text(summary['target'], 'g')}: {p} (one-sided t-test of \"the mean is above the target\")",
+             f"target   {number_text(summary['target'], 'g')}: {p}",
              f"verdict  {summary['verdict']}"]
     return "\n".join(lines + [f"note     {note}" for note in summary["notes"]])

@@ -144,6 +144,9 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
     folder = root / f"{written['date']}_{name}"
     if folder.exists():
         raise RecordError(f"{folder}: exists; choose another --name or remove it")
+    if written["parent"] is not None and not (root / written["parent"] / "record.json").exists():
+        raise RecordError(f"parent {written['parent']!r}: no record of that name; there are: "
+                          f"{', '.join(path.name for path in folders(root)) or 'none'}")
     sources = runs[0].path.parent.parent / "sources" / runs[0].header["sources"]
     files = source_files(sources) if sources.is_dir() else {}
     if hash_sources(files) != runs[0].header["sources"]:

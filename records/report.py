@@ -2,6 +2,7 @@
 import base64
 import difflib
 import json
+import re
 from collections import defaultdict
 from datetime import date
 from html import escape
@@ -10,7 +11,7 @@ from pathlib import Path
 from records import markdown
 from records.compare import compare, difference_text
 from records.plots import figures, page_svg, progress_figure
-from records.pool import list_clashes, number_text
+from records.pool import devices_text, list_clashes, number_text
 from records.record import Record, is_proven, load_all, result_table, significance_line
 from records.schema import RecordError, flatten
 from records.sources import source_files
@@ -24,9 +25,7 @@ STYLE_SHEET = Path(__file__).with_name("page.css")
 
 
 def machine(record: Record) -> str:
-    """"8 × NVIDIA H200", or each device once if they differ."""
-    devices = record.data["hardware"]
-    return ", ".join(f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)) or "unknown machine"
+    return devices_text(record.data["hardware"]) or "unknown machine"
 
 
 def row(record: Record) -> list[str]:
@@ -47,7 +46,8 @@ def readme_table(records: list[Record]) -> str:
     if not records:
         return "No records yet: `python -m records new` makes the first one of finished runs."
     rows = [[f"[{record.data['title']}](records/{record.name})", *row(record)] for record in reversed(records)]
-    return markdown.table(HEAD, rows) + "\n\n" + LEGEND
+    words = {HEAD.index(name) for name in ("record", "machine", "preset", "by")}
+    return markdown.table(HEAD, rows, words) + "\n\n" + LEGEND
 
 
 def write(root: Path) -> tuple[Path, list[str]]:
@@ -91,7 +91,7 @@ def progress(records: list[Record]) -> dict[str, list[tuple[date, float, bool]]]
     """Times are comparable only on one machine, preset and target: a series for each."""
     series = defaultdict(list)
     for record in records:
-        name = f"{machine(record)}, {record.data['preset']}, {number_text(record.data['target'], 'g')}"
+        name = f"{machine(record)}, {record.data['preset']}, target {number_text(record.data['target'], 'g')}"
         day = date.fromisoformat(record.data["date"])
         series[name].append((day, record.data["mean_time_s"], is_proven(record.data)))
     return dict(series)
@@ -116,11 +116,12 @@ def record_html(record: Record, parent: Record | None) -> str:
 
 
 def words_html(readme: str) -> list[str]:
-    """What changed and why it works, as the record's README says it (its Markdown as plain paragraphs)."""
+    """What changed and why it works, as the record's README says it (of its Markdown only paragraphs and code)."""
     parts = []
     for title in markdown.WRITTEN_SECTIONS:
-        paragraphs = (markdown.titled(readme, title) or "").split("\n\n")
-        parts += [f"<h3>{title}</h3>", *(f"<p>{escape(text.strip())}</p>" for text in paragraphs)]
+        paragraphs = re.split(r"\n\n|\n(?=[-*] )", markdown.titled(readme, title) or "")
+        words = [re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text.strip())) for text in paragraphs]
+        parts += [f"<h3>{title}</h3>", *(f"<p>{text}</p>" for text in words)]
     return parts
 
 

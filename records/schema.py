@@ -1,4 +1,6 @@
 """What a log holds: the kinds of line and their fields, and `Run`, the one form in which the tools see a log."""
+import math
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +25,8 @@ LINES = {
     },
     "stopped": {"step": int, "reason": str},
 }
+# What the step lines of the first logs did not say yet, and what then stands for it; windows are short and long, blocks.
+SCHEDULE = {"momentum": math.nan, "windows": [math.nan, math.nan]}
 
 
 class RecordError(ValueError):
@@ -61,6 +65,11 @@ class Run:
     @property
     def finished(self) -> bool:
         return self.summary is not None
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run ended itself because its training loss was no longer a number."""
+        return re.search(r"loss is (nan|-?inf)", self.stopped or "") is not None
 
     @property
     def loss(self) -> float:

@@ -1,4 +1,5 @@
 """Settings sweeps: every combination of values, several seeds each, resumable; the runs' own logs are the only state."""
+import hashlib
 import shlex
 import sys
 from itertools import product
@@ -9,6 +10,7 @@ from records.logs import read_log
 from records.markdown import table
 from records.pool import NOT_CONFIGURATION, configuration_differences, list_clashes, number_text, summarize
 from records.schema import LOG_NAME, RecordError, Run, last_part
+from records.sources import hash_sources, project_sources
 from records.stats import welch
 
 
@@ -22,6 +24,8 @@ def parse_settings(texts: list[str]) -> dict[str, list[str]]:
         if name in settings or name in NOT_CONFIGURATION:
             raise RecordError(f"--set {name}: " + ("given twice" if name in settings else "the sweep sets it itself"))
         settings[name] = split_values(values)
+        if "" in settings[name]:
+            raise RecordError(f"--set {text!r}: an empty value between its commas")
     return settings
 
 
@@ -37,26 +41,35 @@ def split_values(text: str) -> list[str]:
 
 
 def sweep(command: str, settings: dict[str, list[str]], seeds: int, runs: Path, name: str) -> list[dict]:
-    """Run what is not there yet of all combinations × seeds 0 … `seeds` - 1; a result a combination, in order."""
+    """Run what is not there yet of all combinations × seeds 0 … `seeds` - 1; a result a combination, in order.
+
+    The runs' name ends in a hash of the command and of the sources: with another of either it is another sweep. A
+    combination that diverges is given up with its first such seed.
+    """
     if seeds < 1:
         raise RecordError(f"--seeds {seeds}: at least one; three show a spread")
-    groups = []
+    name += "-" + hashlib.sha256((command + hash_sources(project_sources())).encode()).hexdigest()[:6]
+    groups: list[tuple[dict[str, str], list[Run]]] = []
     for values in product(*settings.values()):
-        combination = dict(zip(settings, values))
-        group = []
+        combination, group = dict(zip(settings, values)), []
         for seed in range(seeds):
             added = {**combination, "seed": str(seed), "name": name}
-            run = finished_run(runs, name, added)
+            run = earlier_run(runs, name, added)
             if run:
                 print(f"{run.label}: done before, not repeated", file=sys.stderr)
             group.append(run or launch(with_settings(command, added), runs))
-        require_same_base(groups[0][1][0] if groups else group[0], group, settings, name)
+            if group[-1].diverged:
+                break
         groups.append((combination, group))
-    return [result(combination, group, groups[0][1]) for combination, group in groups]
+        require_same_base(groups[0][1][0], group, settings, name)
+    first = next((group for _, group in groups if not group[-1].diverged), None)
+    if first is None:
+        raise RecordError(f"sweep {name}: every combination diverged; its runs in {runs} say at which step")
+    return [result(combination, group, first) for combination, group in groups]
 
 
-def finished_run(runs: Path, name: str, added: dict[str, str]) -> Run | None:
-    """The finished run of the sweep `name` whose command ends in the settings that the sweep would add, or None."""
+def earlier_run(runs: Path, name: str, added: dict[str, str]) -> Run | None:
+    """The run of the sweep `name`, finished or diverged, whose command ends in the settings that it would add, or None."""
     words = shlex.split(with_settings("", added))
     for log in sorted(runs.glob(f"*-{name}*/{LOG_NAME}")):
         try:
@@ -64,7 +77,7 @@ def finished_run(runs: Path, name: str, added: dict[str, str]) -> Run | None:
         except RecordError as error:
             print(f"passed over: {error}", file=sys.stderr)
             continue
-        if run.finished and run.name == name and run.header["command"][-len(words):] == words:
+        if (run.finished or run.diverged) and run.name == name and run.header["command"][-len(words):] == words:
             return run
     return None
 
@@ -81,6 +94,8 @@ def require_same_base(first: Run, group: list[Run], settings: dict[str, list[str
 
 def result(combination: dict[str, str], group: list[Run], first: list[Run]) -> dict:
     """A combination's statistics and, unless it is the first, its loss against the first's by Welch's test."""
+    if group[-1].diverged:
+        return {"settings": combination, "diverged": f"{group[-1].label}, {'; '.join(group[-1].warnings)}"}
     difference = None if group is first else welch([run.loss for run in first], [run.loss for run in group])
     return {"settings": combination, **summarize(group), "difference": difference and difference.difference,
             "p_difference": difference and difference.p}
@@ -88,16 +103,22 @@ def result(combination: dict[str, str], group: list[Run], first: list[Run]) -> d
 
 def sweep_text(results: list[dict]) -> str:
     """The table of a sweep, best loss marked."""
-    best = min(row["loss"]["mean"] for row in results)
+    whole = [row for row in results if "diverged" not in row]
+    best = min(row["loss"]["mean"] for row in whole)
 
-    rows = [[" ".join(f"{key}={value}" for key, value in row["settings"].items()), str(row["n"]),
-             f"{row['loss']['mean']:.4f}{'*' if row['loss']['mean'] == best else ' '}",
-             number_text(row["loss"]["standard_deviation"], ".4f"), number_text(row["difference"], "+.4f"),
-             number_text(row["p_difference"], ".2g"), number_text(row["p"], ".2g"), f"{row['time_s']['mean']:.3f}"]
-            for row in results]
-    target = number_text(results[0]["target"], "g")
+    def cells(row: dict) -> list[str]:
+        settings = " ".join(f"{key}={value}" for key, value in row["settings"].items())
+        if "diverged" in row:
+            return [settings, "-", "diverged ", *"-" * 5]
+        return [settings, str(row["n"]), f"{row['loss']['mean']:.4f}{'*' if row['loss']['mean'] == best else ' '}",
+                number_text(row["loss"]["standard_deviation"], ".4f"), number_text(row["difference"], "+.4f"),
+                number_text(row["p_difference"], ".2g"), number_text(row["p"], ".2g"), f"{row['time_s']['mean']:.3f}"]
+
+    target = number_text(whole[0]["target"], "g")
     head = ["settings", "n", "loss ", "sd", "- first", "p (- first)", f"p (< {target})", "time (s)"]
-    comparisons = len(results) - 1
-    lines = [table(head, rows), "", "* lowest mean loss. p (- first): Welch's test against the first row, two-sided"
+    comparisons = len(whole) - 1
+    lines = [table(head, list(map(cells, results))), "",
+             "* lowest mean loss. p (- first): Welch's test against the first row with a loss, two-sided"
              + (f"; with {comparisons} comparisons, ask for p < {0.05 / comparisons:.2g}." if comparisons > 1 else ".")]
-    return "\n".join(lines + sorted({f"note: {note}" for row in results for note in row["notes"]}))
+    notes = {note for row in whole for note in row["notes"]} | {row["diverged"] for row in results if "diverged" in row}
+    return "\n".join(lines + [f"note: {note}" for note in sorted(notes)])

@@ -9,6 +9,7 @@ from records.logs import find_logs, read_log
 from records.record import Record, load_all, runs_folder
 from records.schema import LOG_NAME, RecordError, Run
 
+SILENT_S = 60  # without a new line in the log: worth a remark
 RECENT = 20  # steps that make up "the present pace"
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -92,7 +93,10 @@ def watch(place: Path | None, root: Path, parent: Record | None, every_s: float 
     parent = parent or parent_of(run, root)
     while True:
         size = shutil.get_terminal_size()
+        silent_s = time.time() - log.stat().st_mtime
         text = picture(run, parent, width=size.columns, height=max(3, min(12, size.lines - 8)))
+        if not (run.finished or run.stopped) and silent_s > SILENT_S:
+            text += f"\nnothing was logged for {silent_s:.0f} s: the run compiles, validates, or has died"
         print(text if once else f"\x1b[2J\x1b[H{text}", flush=True)  # clear the screen, cursor to its corner
         if once or run.finished or run.stopped:
             return

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import numpy as np
 
-from records.__main__ import main as records_main
 from records.sources import hash_sources
 
 SOURCES = {"train_gpt.py": b"print('made up')\n", "kernels/xxt.py": b"# made up\n"}
@@ -59,7 +58,8 @@ def made_up_lines(name, seed, settings, command, steps, pace_ms, level, noise, s
         times.append(ms)
         curve = 7.5 * np.exp(-9 * step / steps) + 1.2 * (1 - step / steps)
         lines.append({"kind": "step", "step": step, "loss": level + curve + 0.05 * random.standard_normal(),
-                      "lr": learning_rate(step, steps), "tokens": tokens, "ms": ms})
+                      "lr": learning_rate(step, steps), "momentum": 0.95, "windows": config["windows"][stage],
+                      "tokens": tokens, "ms": ms})
         if step % max(1, steps // 10) == 0 or step == steps:
             lines.append({"kind": "validation", "step": step, "loss": level + curve, "time_s": time_s, "tokens": tokens})
     quantiles = dict(zip(("p50", "p95", "max"), np.quantile(times, (0.5, 0.95, 1.0)).tolist()))
@@ -71,12 +71,13 @@ def made_up_lines(name, seed, settings, command, steps, pace_ms, level, noise, s
 
 def command(*words: object) -> int:
     """`python -m records …` in this process; returns its exit code."""
+    from records.__main__ import main as records_main  # here, as the trainer below need not wait for its imports
     with patch.object(sys, "argv", ["records", *map(str, words)]):
         return records_main()
 
 
 def main() -> None:
-    """Act as a training program: `python -m tests.synthetic RUNS --seed 0 --name x [--lr 0.02]`."""
+    """Act as a training program: `python -m tests.synthetic RUNS --seed 0 --name x [--lr 0.02]`; above 1 it diverges."""
     parser = argparse.ArgumentParser()
     parser.add_argument("runs", type=Path)
     parser.add_argument("--seed", type=int, default=0)
@@ -84,8 +85,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.023)
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
-    write_run(arguments.runs, arguments.name, arguments.seed, settings={"lr": arguments.lr}, steps=arguments.steps,
-              command=["train_gpt.py", *sys.argv[2:]], level=3.275 + abs(arguments.lr - 0.023))
+    log = write_run(arguments.runs, arguments.name, arguments.seed, settings={"lr": arguments.lr}, steps=arguments.steps,
+                    command=["train_gpt.py", *sys.argv[2:]], level=3.275 + abs(arguments.lr - 0.023))
+    if arguments.lr > 1:
+        stopped = {"kind": "stopped", "step": 3, "reason": "step 4: the training loss is nan; stopped before its update"}
+        log.write_text("".join(log.read_text().splitlines(keepends=True)[:4]) + json.dumps(stopped) + "\n")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

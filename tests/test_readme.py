@@ -41,10 +41,11 @@ def test_a_command_for_gpus(line):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with one run's log, for the commands that read one."""
+    """A folder with the logs of two runs, named as in the README, for the commands that read them."""
     runs = tmp_path_factory.mktemp("readme")
-    subprocess.run([sys.executable, "train_gpt.py", "--preset", "cpu", *TINY, "--val_tokens", "2048"], cwd=ROOT, env=environment(RUNS_PATH=str(runs)),
-                   check=True, timeout=120, capture_output=True)
+    for name in ("short", "other"):
+        subprocess.run([sys.executable, "train_gpt.py", "--preset", "cpu", *TINY, "--val_tokens", "2048", "--name", name], cwd=ROOT,
+                       env=environment(RUNS_PATH=str(runs)), check=True, timeout=120, capture_output=True)
     return runs
 
 
@@ -57,6 +58,6 @@ def test_a_command(line, place, tmp_path):
         words[0] = sys.executable
     if "train_gpt.py" in words or "./run.sh" in words:
         words += [] if "--help" in words else SHORT
-    result = subprocess.run(words, cwd=ROOT, env=environment(RUNS_PATH=str(tmp_path / "runs"), CUDA_VISIBLE_DEVICES="", **variables),
+    result = subprocess.run(words, cwd=ROOT, env=environment(RUNS_PATH=str(place if "records" in words else tmp_path / "runs"), CUDA_VISIBLE_DEVICES="", **variables),
                             capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -173,6 +173,7 @@ def test_stopped_log(root):
     (lambda lines: [*lines, lines[5]], "a line after the run's last one"),
     (lambda lines: [lines[0].replace('"schema": 1', '"schema": 2')], "log schema 2; these tools read schema 1"),
     (lambda lines: [lines[0], lines[1].replace('"ms"', '"milliseconds"')], "step line needs 'ms'"),
+    (lambda lines: [lines[0], lines[1].replace('"windows": [1, 3]', '"windows": [1]')], r"needs 'windows' as \[short, long\]"),
     (lambda lines: [lines[0].replace('"preset": "made-up"', '"preset": null')], "needs 'preset' as str, found None"),
     (lambda lines: [lines[0], '{"kind": "other"}'], "kind 'other'"),
 ])
@@ -212,6 +213,21 @@ def test_foreign_logs_go_to_stats_compare_and_plot(tmp_path, root, capsys):
     assert "WARNING: machine, driver or versions differ" in (printed := capsys.readouterr().out) and "all steps" in printed
     assert command("plot", tmp_path / "theirs", f"ours={root / 'runs'}", "--out", tmp_path / "plots") == 0
     assert (tmp_path / "plots" / "loss-time.png").exists()
+
+
+def test_the_same_foreign_run_twice_is_refused(tmp_path):
+    (tmp_path / "copy").mkdir()
+    runs = [read_log(foreign_log(folder, "a")) for folder in (tmp_path, tmp_path / "copy")]
+    with pytest.raises(RecordError, match="repeat seeds.* 3.2796 at 0.819 s: a.txt, a.txt"):
+        pool.summarize(runs)
+
+
+def test_foreign_sources_that_hold_a_separator(tmp_path):
+    path = foreign_log(tmp_path, "a")
+    whole = read_log(path)
+    path.write_text(f"# {'=' * 3}\n{'=' * 40}\n" + path.read_text())
+    run = read_log(path)
+    assert run.header["driver"] == whole.header["driver"] and run.header["sources"] != whole.header["sources"]
 
 
 def test_cut_foreign_log(tmp_path):

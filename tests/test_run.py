@@ -44,7 +44,7 @@ def test_a_run_writes_its_log(tmp_path, shards):
     kept = tmp_path / "runs" / "sources" / header["sources"]
     assert (kept / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes() and (kept / "kernels/adam.py").exists()
     assert [e["step"] for e in events if e["kind"] == "step"] == list(range(1, 9))
-    assert all({"loss", "lr", "tokens", "ms"} <= e.keys() for e in events if e["kind"] == "step")
+    assert all({"loss", "lr", "momentum", "windows", "tokens", "ms"} <= e.keys() for e in events if e["kind"] == "step")
     assert [e["step"] for e in events if e["kind"] == "validation"] == [3, 6, 8]
     summary = events[-1]
     assert summary["kind"] == "summary" and summary["steps"] == 8 and summary["tokens"] == 2 * (1024 + 2048) + 4 * 3072
