@@ -121,7 +121,7 @@ def test_products_refuse_what_they_cannot_do():
 METHODS = [("frobenius", polar_express(5)), ("aol", polar_express(4, lower=7e-3))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[-1:])
 @pytest.mark.parametrize("normalisation,triples", METHODS)
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 70, 260)])
 def test_newton_schulz(shape, normalisation, triples, dtype):
@@ -160,7 +160,7 @@ def test_newton_schulz_stays_finite():
 
 @pytest.mark.parametrize("grad_dtype", GRADS)
 @pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens,vocabulary,k", [(1, 2, 1), (5, 100, 2), (3, 9000, 3)])
+@pytest.mark.parametrize("tokens,vocabulary,k", [(1, 2, 1), (5, 100, 2), (3, 2100, 3)])
 def test_cross_entropy(tokens, vocabulary, k, logits_dtype, grad_dtype):
     logits = random(tokens, vocabulary + 5, dtype=logits_dtype)[:, 2:-3] * 8
     targets = torch.randint(-1, vocabulary, (tokens, k), device=DEVICE)
@@ -181,7 +181,7 @@ def test_cross_entropy(tokens, vocabulary, k, logits_dtype, grad_dtype):
 
 
 def test_cross_entropy_in_place():
-    logits, targets = random(4, 9000), torch.randint(0, 9000, (4, 2), device=DEVICE)
+    logits, targets = random(4, 2100), torch.randint(0, 2100, (4, 2), device=DEVICE)
     weights, grad = torch.tensor([1, 0.5], device=DEVICE), torch.empty_like(logits)
     losses = cross_entropy(logits, targets, weights, grad)
     assert torch.equal(losses, cross_entropy(logits, targets, weights, grad=logits)) and torch.equal(grad, logits)
