@@ -399,7 +399,7 @@ def test_polar_error_of_matrices_from_training(config, tmp_path, capsys):
     torch.save({"matrices": matrices, "losses": losses}, tmp_path / "momentum.pt")
     polar_error.main(["--size", "24", "--real", str(tmp_path / "momentum.pt"), "--out", str(tmp_path / "polar.json")])
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("| step ") for line in lines) == 16 and lines[-1].startswith("5 steps after AOL on")
+    assert sum(line.startswith("| step ") for line in lines) == 16 and lines[-1].startswith("AOL, 6 steps on")
 
 
 def test_polar_factor_of_a_deficient_matrix():
