@@ -5,7 +5,7 @@
 
 On a GPU it runs the kernel in bfloat16, elsewhere the plain twin in float32; the reference is the SVD of the very same
 matrix in float64 (where it has no full rank the partial isometry, whose null space is X's own). --real takes what kernels.momentum
-saved; the interval of Polar Express that suits their spectra best after AOL is then fitted and set against the one in use.
+saved; the interval of Polar Express that suits their spectra best is then fitted and set against the one in use.
 """
 import argparse
 import json
@@ -92,14 +92,13 @@ def measure(name: str, x: Tensor, methods: dict[str, Method], steps: range) -> d
     return row
 
 
-def fitted(rows: list[dict], steps: int) -> str:
-    """The interval that suits the spectra of these rows after AOL best, in words, against the one in use."""
-    spectra = [np.array(row["start"]["AOL"]) for row in rows]
+def fitted(rows: list[dict], kind: str, steps: int) -> str:
+    """The interval that suits the spectra of these rows best after a normalisation, in words, against the one in use."""
+    spectra = [np.array(row["start"][kind]) for row in rows]
     lower, error = fit(spectra, steps)
-    used = float(np.mean([polar_error(polar_express(steps, LOWER["AOL"]), sigma) for sigma in spectra]))
-    wins = sum(polar_error(polar_express(steps, lower), s) < polar_error(polar_express(steps, LOWER["AOL"]), s) for s in spectra)
-    return (f"{steps} steps after AOL on {len(spectra)} real spectra: best lower {lower:.1e}, mean error of σ {error:.4f}; with "
-            f"{LOWER['AOL']:.0e} {used:.4f}; nearer on {wins} of {len(spectra)}")
+    ours, used = ([polar_error(polar_express(steps, low), sigma) for sigma in spectra] for low in (lower, LOWER[kind]))
+    return (f"{kind}, {steps} steps on {len(spectra)} real spectra: best lower {lower:.1e}, mean error of σ {error:.4f}; with "
+            f"{LOWER[kind]:.0e} {np.mean(used):.4f}; nearer on {sum(a < b for a, b in zip(ours, used))} of {len(spectra)}")
 
 
 def table(rows: list[dict]) -> str:
@@ -169,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = [measure(name, x, methods, range(2, 8)) for name, x in names.items()]
     print(table(rows))
     of_real = [row for row in rows if row["matrix"].startswith("step ") and row["rank"]]   # MLP-in has no gradient at step 1
-    fits = [fitted(of_real, steps) for steps in (3, 4, 5)] if of_real else []
+    fits = [fitted(of_real, kind, steps) for kind in LOWER for steps in (4, 5, 6)] if of_real else []
     print("\n".join(fits))
     report = {"machine": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU", "date": date.today().isoformat(),
               "dtype": "bfloat16" if DEVICE == "cuda" else "float32", "rows": rows, "fits": fits}

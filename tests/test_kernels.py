@@ -122,7 +122,7 @@ def test_products_refuse_what_they_cannot_do():
 METHODS = [("frobenius", polar_express(5)), ("aol", polar_express(4, lower=7e-3))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[-1:])
 @pytest.mark.parametrize("normalisation,triples", METHODS)
 @pytest.mark.parametrize("shape", [*SHAPES, (2, 70, 260)])
 def test_newton_schulz(shape, normalisation, triples, dtype):
@@ -161,7 +161,7 @@ def test_newton_schulz_stays_finite():
 
 @pytest.mark.parametrize("grad_dtype", GRADS)
 @pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens,vocabulary,k", [(1, 2, 1), (5, 100, 2), (3, 9000, 3)])
+@pytest.mark.parametrize("tokens,vocabulary,k", [(1, 2, 1), (5, 100, 2), (3, 2100, 3)])
 def test_cross_entropy(tokens, vocabulary, k, logits_dtype, grad_dtype):
     logits = random(tokens, vocabulary + 5, dtype=logits_dtype)[:, 2:-3] * 8
     targets = torch.randint(-1, vocabulary, (tokens, k), device=DEVICE)
@@ -182,7 +182,7 @@ def test_cross_entropy(tokens, vocabulary, k, logits_dtype, grad_dtype):
 
 
 def test_cross_entropy_in_place():
-    logits, targets = random(4, 9000), torch.randint(0, 9000, (4, 2), device=DEVICE)
+    logits, targets = random(4, 2100), torch.randint(0, 2100, (4, 2), device=DEVICE)
     weights, grad = torch.tensor([1, 0.5], device=DEVICE), torch.empty_like(logits)
     losses = cross_entropy(logits, targets, weights, grad)
     assert torch.equal(losses, cross_entropy(logits, targets, weights, grad=logits)) and torch.equal(grad, logits)
@@ -430,7 +430,7 @@ def test_polar_error_of_matrices_from_training(config, tmp_path, capsys):
     torch.save({"matrices": matrices, "losses": losses}, tmp_path / "momentum.pt")
     polar_error.main(["--size", "24", "--real", str(tmp_path / "momentum.pt"), "--out", str(tmp_path / "polar.json")])
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("| step ") for line in lines) == 16 and lines[-1].startswith("5 steps after AOL on")
+    assert sum(line.startswith("| step ") for line in lines) == 16 and lines[-1].startswith("AOL, 6 steps on")
 
 
 def test_polar_factor_of_a_deficient_matrix():
