@@ -23,7 +23,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -201,9 +201,9 @@ def root_cause(error: BaseException) -> BaseException:
 def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
     """Make `folder` hold the validation shard and the first `shards` training shards, all checked; fetch what it lacks."""
     names = names_of(shards)
-    with incoming(folder) as staging, ThreadPoolExecutor(jobs) as pool:
+    with incoming(folder) as staging, ThreadPool(jobs) as pool:  # its threads do not keep the process alive
         manifest = Manifest(folder)
-        for name, facts in zip(names, pool.map(lambda name: is_whole(folder / name, manifest), names)):
+        for name, facts in zip(names, pool.imap(lambda name: is_whole(folder / name, manifest), names)):
             if facts:
                 manifest.record(name, facts)
         missing = [name for name in names if not (folder / name).exists()]
@@ -211,23 +211,19 @@ def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
             return manifest
         hub = Hub(staging, f"python -m data.fineweb --shards {shards}")
         commit = hub.published(missing[0]).commit
-        published = dict(zip(missing, pool.map(lambda name: hub.published(name, commit), missing)))
+        published = dict(zip(missing, pool.imap(lambda name: hub.published(name, commit), missing)))
         size = sum(facts.size for facts in published.values())
         if size > (free := shutil.disk_usage(folder).free):
             raise DataError(f"{folder}: {len(missing)} shards need {size / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
                             "free some or choose another folder with --out")
         with tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
-            running = {pool.submit(hub.fetch, name, published[name], bar): name for name in missing}
             try:
-                for future in as_completed(running):
-                    name, facts = running[future], future.result()
+                for name, facts in pool.imap_unordered(lambda name: (name, hub.fetch(name, published[name], bar)), missing):
+                    manifest.record(name, facts)  # first: no shard stands there without its SHA-256
                     os.replace(staging / name, folder / name)
-                    manifest.record(name, facts)
                     tqdm.write(f"{name}: {facts['tokens']:,} tokens, {facts['documents']:,} documents", sys.stderr)
-            except BaseException:
+            finally:
                 hub.stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
     return manifest
 
 

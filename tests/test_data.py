@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data import fineweb as fineweb_tool
-from data import peek, readers, text
+from data import peek, readers, text, vocabulary
 from data.errors import DataError
 from data.readers import Documents
 from data.shards import HEADER_BYTES, ShardError, document_starts, find_shards, incoming, open_shard, write_shard
@@ -250,7 +251,9 @@ def test_fineweb_two_at_once(hub, tmp_path):
     assert_whole(hub, tmp_path / "fineweb")
 
 
-def test_fineweb_killed_and_run_again(hub, tmp_path):
+@pytest.mark.parametrize("how, status", [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_fineweb_ended_and_run_again(hub, tmp_path, how, status):
+    """While a server does not answer; Ctrl-C does not wait for it. What was whole is not fetched again."""
     folder = tmp_path / "fineweb"
     hub.faults[TRAIN2] = ["hang"]
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
@@ -259,9 +262,10 @@ def test_fineweb_killed_and_run_again(hub, tmp_path):
     deadline = time.monotonic() + 30
     while (TRAIN2 not in hub.fetched() or len(list(folder.glob("*.bin"))) < 2) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.send_signal(how)
+    assert "Traceback" not in process.communicate(timeout=5)[1].decode() and process.returncode == status
     assert {p.name for p in folder.glob("*.bin")} == {VAL, TRAIN1}
+    assert (folder / ".incoming").exists() == (how == signal.SIGKILL)
     assert fineweb(hub, folder).returncode == 0
     assert hub.fetched() == [TRAIN1, TRAIN2, TRAIN2, VAL]
     assert_whole(hub, folder)
@@ -462,10 +466,17 @@ def test_bad_vocabulary_is_refused(tmp_path, monkeypatch, capsys, lines, words):
                                  "--vocabulary", tmp_path / "bad.tiktoken")
 
 
-def test_gpt2_vocabulary_without_network(tmp_path, monkeypatch):
+def test_gpt2_vocabulary_without_network(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("text")
-    refused(run("data.text", tmp_path / "a.txt", "--out", tmp_path / "out", TIKTOKEN_CACHE_DIR=str(tmp_path),
-                HTTPS_PROXY="http://127.0.0.1:9"), "could not fetch GPT-2's vocabulary", "--vocabulary FILE")
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(vocabulary, "FETCH_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, never answers
+        for port, reason in (9, "ConnectionError|ProxyError"), (silent.getsockname()[1], "TimeoutError"):
+            monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{port}")
+            message = refused_here(monkeypatch, capsys, text, tmp_path / "a.txt", "--out", tmp_path / "out")
+            assert re.search(f"could not fetch GPT-2's vocabulary \\(({reason})\\)", message), message
+            assert "`TIKTOKEN_CACHE_DIR=gpt2 python -c " in message and "--vocabulary FILE" in message
+    assert not (tmp_path / "out").exists()
 
 
 def test_replace_invalid(tmp_path):
