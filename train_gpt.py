@@ -731,7 +731,6 @@ class Loader:
         self.paths = training_shards(config, "train")
         self.shards: dict[int, tuple[np.ndarray, np.ndarray]] = {}       # opened so far: tokens, document starts
         self.cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        self.epochs = 1.0                                                # that the plan takes
         self.plan = [list(step) for step in self.make_plan()]
         self.most: dict[int, int] = {}                                   # sequences in a micro-batch, by batch size
         for step, micro_batches in zip(schedule, self.plan):
@@ -744,8 +743,8 @@ class Loader:
             tokens = open_shard(path, self.config.vocab_size)
             starts = document_starts(tokens, self.config.document_start)
             if not len(starts):
-                raise ShardError(f"{path}: no document starts with token {self.config.document_start}; "
-                                 "the shard was made with another tokeniser: choose the preset that fits it")
+                raise ShardError(f"{path}: no document starts with token {self.config.document_start}, its largest id is "
+                                 f"{tokens.max()}; train with the preset that fits it or --vocab_size {int(tokens.max()) + 1}")
             self.shards[shard] = tokens, starts
         return self.shards[shard]
 
@@ -778,13 +777,15 @@ class Loader:
                     spans.append((shard, first, last))
                 micro_batches.append(spans)
             yield micro_batches
-        self.epochs = epoch + (shard + position / len(self.open(shard)[0])) / len(self.paths)
+        self.epochs = epoch + (shard + position / len(self.open(shard)[0])) / len(self.paths)           # that the plan takes
 
     def too_few(self, step: "Step") -> str:
-        total = sum(len(self.open(i)[0]) for i in range(len(self.paths)))
+        total, wanted = sum(len(self.open(i)[0]) for i in range(len(self.paths))), [s.batch_tokens for s in self.schedule]
+        lasted, steps = sum(wanted[:step.index]) or total * self.config.epochs, self.config.steps
+        fewer = int(steps * (lasted - sum(wanted[steps:])) / sum(wanted[:steps]))
         return (f"{self.config.data_path}: {len(self.paths)} training shards with {total:,} tokens last for {step.index} of "
-                f"{len(self.schedule)} steps; add shards, or set --steps {max(step.index - self.config.extra_steps, 0)} or "
-                f"--epochs {self.config.epochs + 1}")
+                f"{len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set --epochs "
+                f"{math.ceil(self.config.epochs * sum(wanted) / lasted)} or about --steps {max(fewer, len(self.config.batch_tokens))}")
 
     def batches(self, index: int) -> list[Batch]:
         """This rank's micro-batches of a step, on the host."""
@@ -820,11 +821,10 @@ class Loader:
 
 
 def training_shards(config: Config, split: str) -> list[Path]:
-    folder = Path(config.data_path or ".")
-    paths = find_shards(folder, split) if config.data_path else []
+    paths = find_shards(Path(config.data_path), split) if config.data_path else []
     if not paths:
-        raise UserError(f"no {split} shards (*{split}_*.bin) in {config.data_path or 'an unset DATA_PATH'}; set DATA_PATH to a "
-                        "folder of token shards, or train the small model on the embedded corpus with --preset cpu")
+        raise UserError(f"no {split} shards (*{split}_*.bin) in {config.data_path or 'an unset DATA_PATH'}; set DATA_PATH to a folder "
+                        "that python -m data.fineweb or data.text has filled, or train on the embedded corpus with --preset cpu")
     return paths
 
 
