@@ -2,6 +2,7 @@
 # From an empty machine to a trained model:
 #   ./run.sh [--name value ...]     environment, data, hardware, then training through torchrun; settings are passed on
 #   ./run.sh test [arguments]       what the tests need, then pytest
+#   ./run.sh profile [--name value ...]     where the time of each kind of step goes, and traces to look at
 # PYTHON=/path/to/python uses that interpreter and what is installed for it, and installs nothing.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -41,7 +42,9 @@ make_environment() {
 }
 
 tests=0
+program=(train_gpt.py)
 if [ "${1-}" = test ]; then tests=1; shift; fi
+if [ "${1-}" = profile ]; then program=(-m records.profile); shift; fi
 if [ -n "${PYTHON-}" ]; then
     python=$PYTHON
 else
@@ -80,4 +83,4 @@ except ChildFailedError as error:
     sys.exit(max(error.get_first_failure()[1].exitcode, 1))
 except SignalException:
     sys.exit(130)
-' --standalone --nproc_per_node="$ranks" train_gpt.py "$@"
+' --standalone --nproc_per_node="$ranks" "${program[@]}" "$@"

@@ -13,12 +13,11 @@ import difflib
 import gc
 import math
 import os
-import queue
 import signal
 import sys
-import threading
 import time
 from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -34,13 +33,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data import embedded
-from data.packing import cut_documents, pack
-from data.shards import ShardError, document_starts, find_shards, open_shard
+from data.packing import ShardedText, cut_documents, pack
+from data.shards import ShardError, document_starts, open_shard, shards_in
 from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
 from kernels.coefficients import polar_express
+from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
 from kernels.head_loss import head_loss, head_loss_twin
+from kernels.mlp import mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.rotary import rotary_tables, rotate
@@ -166,9 +167,13 @@ class Config:
     # Machine
     attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
+    fp8_mlp: bool = False               # with fp8: the MLPs' as well as the head's
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
+    fused_embedding: bool = True        # tables' gradients that touch only the rows that were read,
+    fused_mlp: bool = True              # MLP,
     fused_orthogonalisation: bool = True        # Newton-Schulz
     compile: bool = True                # torch.compile of the blocks, on GPUs
+    capture: bool = True                # each kind of step as one CUDA graph
     write_log: bool = True              # write a run folder under `records/runs`
     save: str = ""                      # file for the trained weights, by name and unsharded
 
@@ -286,20 +291,20 @@ def previous(x: Tensor, is_start: Tensor) -> Tensor:
     return shifted.masked_fill(is_start.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
-def embed(tokens: Tensor, table: Tensor, is_start: Tensor, smear_gate: Tensor | None, smear: Tensor) -> Tensor:
+def embed(rows: Tensor, is_start: Tensor, smear_gate: Tensor | None, smear: Tensor) -> Tensor:
     """Normed token embeddings (n, width), each with a gated share of the previous token's."""
-    x = norm(F.embedding(tokens, table))
+    x = norm(rows)
     if smear_gate is None:
         return x
     gate = smear * torch.sigmoid(x[:, :len(smear_gate)] @ smear_gate.type_as(x))
     return norm(x + gate[:, None].type_as(x) * previous(x, is_start))
 
 
-def bigram_rows(tokens: Tensor, is_start: Tensor, table: Tensor) -> Tensor:
-    """Rows (n, width) of the hashed table for (previous, current); a sequence's first token has no previous one."""
+def bigram_index(tokens: Tensor, is_start: Tensor, count: int) -> Tensor:
+    """Which of `count` rows (n,) belongs to (previous, current); a sequence's first token has no previous one."""
     current = tokens.long()
     before = torch.cat([current[:1], current[:-1]]).masked_fill(is_start, -1) + 1
-    return F.embedding((before * 1_000_003 ^ current * 998_244_353) % len(table), table)
+    return (before * 1_000_003 ^ current * 998_244_353) % count
 
 
 def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_row: Tensor | None,
@@ -337,17 +342,14 @@ def gated_skip(x: Tensor, skipped: Tensor, gate: Tensor, scale: Tensor) -> Tenso
     return skipped * (2 * scale * torch.sigmoid(x[:, :len(gate)] @ gate.type_as(x)))[:, None].type_as(x)
 
 
-def residual_mlp(x: Tensor, update: Tensor | None, bigram: Tensor | None, bigram_scale: Tensor, residual: tuple[Tensor, Tensor],
-                 mlp_in: Tensor, mlp_out: Tensor) -> Tensor:
-    """The rest of a layer: add what attention or skip gave and the bigram row, then the ReLU² MLP. Both weights are
-    (hidden, width): a row belongs to a hidden unit."""
-    x = residual[0] * x
+def mlp_input(x: Tensor, update: Tensor | None, bigram: Tensor | None, bigram_scale: Tensor, scales: tuple[Tensor, Tensor]):
+    """Add what attention or skip gave and the bigram row; returns the residual that passes the MLP by, and what the MLP sees."""
+    x = scales[0] * x
     if update is not None:
         x = x + update
     if bigram is not None:
         x = x + bigram_scale * bigram
-    hidden = F.relu(F.linear(norm(x), mlp_in)).square()
-    return residual[1] * x + hidden @ mlp_out
+    return scales[1] * x, norm(x)
 
 
 def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
@@ -355,12 +357,21 @@ def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
     return norm(x if early is None else x - backout * early)
 
 
+KERNELS = {                                                 # setting: plain twin, Triton kernel
+    "fused_loss": (head_loss_twin, head_loss),
+    "fused_mlp": (mlp_twin, mlp),
+    "fused_embedding": (embedding_twin, embedding),
+    "fused_orthogonalisation": (newton_schulz_reference, newton_schulz),
+}
+
+
 def compiled(config: Config, device: torch.device, *functions: Callable) -> dict[Callable, Callable]:
-    """For each function what runs in its place: on a GPU torch's compiled form, elsewhere the function itself."""
-    if not (config.compile and device.type == "cuda"):
+    """For each function what runs in its place: on a GPU its kernel or torch's compiled form, elsewhere the function itself."""
+    if device.type != "cuda":
         return {f: f for f in functions}
     torch._dynamo.config.recompile_limit = 64               # one for each kind of layer and, at first, each batch size
-    return {f: torch.compile(f) for f in functions}
+    kernels = {twin: kernel for setting, (twin, kernel) in KERNELS.items() if getattr(config, setting)}
+    return {f: kernels.get(f) or (torch.compile(f) if config.compile else f) for f in functions}
 
 
 class GPT(nn.Module):
@@ -407,10 +418,8 @@ class GPT(nn.Module):
         self.attention_gates = small(len(attention), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, embed, bigram_rows, attention_inputs, attention_output, gated_skip, residual_mlp,
-                             head_input, head_loss_twin)
-        if config.fused_loss and device.type == "cuda":
-            self.part[head_loss_twin] = head_loss
+        self.part = compiled(config, device, embed, bigram_index, embedding_twin, attention_inputs, attention_output, gated_skip,
+                             mlp_input, mlp_twin, head_input, head_loss_twin)
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -447,21 +456,23 @@ class GPT(nn.Module):
         cos, sin = cos[:n], sin[:n]
         smear, skip, backout = self.scalars.unbind()
         loss_weights = self.loss_weights[:len(step.multi_token)]
-        for weight, value in zip(loss_weights, step.multi_token):
-            weight.fill_(value)                                          # a copy from the host would wait for the GPU
         scales, residuals = self.attention_scalars.unbind(), self.residual_scalars.unbind()
         bigram_scales, value_gates = self.bigram_scalars.unbind(), self.value_gates.unbind()
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
 
-        x = run[embed](batch.tokens, self.head if step.tied else self.embedding, is_start, self.smear_gate, smear)
-        bigram = None if self.bigram_table is None else run[bigram_rows](batch.tokens, is_start, self.bigram_table)
+        by_token = sort_rows(batch.tokens)                               # for the gradients of all tables of tokens
+        x = run[embed](run[embedding_twin](self.head if step.tied else self.embedding, by_token), is_start, self.smear_gate, smear)
+        bigram = None
+        if self.bigram_table is not None:
+            index = run[bigram_index](batch.tokens, is_start, len(self.bigram_table))
+            bigram = run[embedding_twin](self.bigram_table, sort_rows(index))
         outputs: list[Tensor] = []
         for i, layer in enumerate(config.layers):
             update = None
             if layer.attention:
                 a, v = self.attention_index[i], self.value_index.get(i)
                 source = outputs[layer.attends_to] if config.late_input and layer.attends_to is not None else x
-                value_row = None if v is None else F.embedding(batch.tokens, self.value_tables[v])
+                value_row = None if v is None else run[embedding_twin](self.value_tables[v], by_token)
                 scale_qkv, scale_out = scales[a].unbind()
                 q, k, values, gate = run[attention_inputs](
                     source, self.bank[a], scale_qkv, gates[a], value_row, None if v is None else value_gates[v], cos, sin,
@@ -471,7 +482,8 @@ class GPT(nn.Module):
                 update = run[attention_output](y, gate, self.bank[a], scale_out)
             elif layer.skip_from is not None and config.skip:
                 update = run[gated_skip](x, outputs[layer.skip_from], self.skip_gate, skip)
-            x = run[residual_mlp](x, update, bigram, bigram_scales[i], residuals[i].unbind(), *self.mlp_weights(i))
+            x, normed = run[mlp_input](x, update, bigram, bigram_scales[i], residuals[i].unbind())
+            x = x + run[mlp_twin](normed, *self.mlp_weights(i), self.fp8 and config.fp8_mlp)
             outputs.append(x)
         early = outputs[config.backout_layer] if config.backout else None
         x = run[head_input](x, early, backout)
@@ -507,13 +519,13 @@ class World:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
                                     device_id=self.device if self.device.type == "cuda" else None)
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> dist.Work:
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> dist.Work | None:
         """Start: shard (n, ...) = this rank's part of the sum over ranks of whole (size * n, ...)."""
-        return REDUCE_SCATTER(shard, whole, async_op=True)
+        return REDUCE_SCATTER(shard, whole, async_op=True) if self.size > 1 else None
 
-    def all_gather(self, whole: Tensor, shard: Tensor) -> dist.Work:
+    def all_gather(self, whole: Tensor, shard: Tensor) -> dist.Work | None:
         """Start: whole (size * n, ...) = every rank's shard (n, ...), in rank order."""
-        return ALL_GATHER(whole, shard, async_op=True)
+        return ALL_GATHER(whole, shard, async_op=True) if self.size > 1 else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.size > 1:
@@ -573,7 +585,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 @torch.no_grad()
 def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
     for mine, theirs in zip(to, source, strict=True):
-        mine.copy_(theirs)
+        mine.copy_(theirs, non_blocking=True)
 
 
 class Shard:
@@ -623,12 +635,6 @@ class Shard:
                  (slice(squares, n), torch.Size([-1, *unit]), lr[squares:])]
         return [part for part in parts if part[0].start < part[0].stop]
 
-    def reduce_scatter(self) -> dist.Work | None:
-        return self.world.reduce_scatter(self.grad, self.grads) if self.world.size > 1 else None
-
-    def all_gather(self) -> dist.Work | None:
-        return self.world.all_gather(self.weights, self.weight) if self.world.size > 1 else None
-
     def update(self, part: dict[Callable, Callable], healthy: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
         """Update this rank's part from its summed gradient. `lr` multiplies the group's rate (0-dim)."""
         group, config = self.group, self.config
@@ -664,10 +670,8 @@ class Optimizer:
 
     def __init__(self, model: GPT, config: Config, world: World):
         self.part = compiled(config, world.device, nesterov_momentum, newton_schulz_reference, neuron_update, adam_update)
-        if config.fused_orthogonalisation and world.device.type == "cuda":
-            self.part[newton_schulz_reference] = newton_schulz
         self.shards = {group.name: Shard(group, config, world) for group in parameter_groups(model, config)}
-        self.tied = True                                                 # the groups that are tied to another
+        self.tied = True                                                 # until `untie`
         self.lr, self.momentum_beta = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
         self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on
 
@@ -675,22 +679,19 @@ class Optimizer:
     def step(self, step: "Step", loss: Tensor) -> None:
         """Update from the accumulated gradients, unless `loss` (0-dim, the same on all ranks) is not finite."""
         self.healthy &= loss.isfinite()
-        self.lr.fill_(step.lr)
-        self.momentum_beta.fill_(step.momentum)
-        active = [shard for shard in self.shards.values() if not (self.tied and shard.group.tied_to)
+        active = [shard for shard in self.shards.values() if not (step.tied and shard.group.tied_to)
                   and (step.update_adam or shard.group.algorithm == "normuon")]
 
-        sums = [shard.reduce_scatter() for shard in active]
+        sums = [shard.world.reduce_scatter(shard.grad, shard.grads) for shard in active]
         gathers = []
         for shard, summed in zip(active, sums):
             if summed is not None:
                 summed.wait()
             shard.update(self.part, self.healthy, self.lr, self.momentum_beta)
             shard.grads.zero_()
-            gathers.append(shard.all_gather())
-        for gather in gathers:
-            if gather is not None:
-                gather.wait()
+            gathers.append(shard.world.all_gather(shard.weights, shard.weight))
+        for gather in filter(None, gathers):
+            gather.wait()
 
     @torch.no_grad()
     def untie(self) -> None:
@@ -728,33 +729,12 @@ class Loader:
 
     def __init__(self, config: Config, schedule: "Schedule", world: World):
         self.config, self.schedule, self.world = config, schedule, world
-        self.paths = training_shards(config, "train")
-        self.shards: dict[int, tuple[np.ndarray, np.ndarray]] = {}       # opened so far: tokens, document starts
-        self.cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self.text = ShardedText(shards_in(config.data_path, "train"), config.vocab_size, config.document_start, config.keep_tails)
         self.plan = [list(step) for step in self.make_plan()]
         self.most: dict[int, int] = {}                                   # sequences in a micro-batch, by batch size
         for step, micro_batches in zip(schedule, self.plan):
             counts = (sum(last - first for _, first, last in spans) for spans in micro_batches)
             self.most[step.batch_tokens] = max(self.most.get(step.batch_tokens, 0), *counts)
-
-    def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        if shard not in self.shards:
-            path = self.paths[shard]
-            tokens = open_shard(path, self.config.vocab_size)
-            starts = document_starts(tokens, self.config.document_start)
-            if not len(starts):
-                raise ShardError(f"{path}: no document starts with token {self.config.document_start}, its largest id is "
-                                 f"{tokens.max()}; train with the preset that fits it or --vocab_size {int(tokens.max()) + 1}")
-            self.shards[shard] = tokens, starts
-        return self.shards[shard]
-
-    def sequences(self, shard: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where the shard's sequences start, and the sum of the lengths before each and at the end (one entry more)."""
-        if (shard, cut) not in self.cuts:
-            tokens, starts = self.open(shard)
-            starts, ends = cut_documents(starts, len(tokens), cut, self.config.keep_tails)
-            self.cuts[shard, cut] = starts, np.concatenate([[0], np.cumsum(ends - starts)])
-        return self.cuts[shard, cut]
 
     def make_plan(self) -> Iterator[list[list[Span]]]:
         shard, position, epoch = 0, 0, 0
@@ -763,27 +743,27 @@ class Loader:
             for _ in range(self.config.micro_batches):
                 spans, missing = [], step.batch_tokens // self.config.micro_batches
                 while missing > 0:
-                    starts, before = self.sequences(shard, step.sequence_length)
+                    starts, before = self.text.sequences(shard, step.sequence_length)
                     first = int(np.searchsorted(starts, position))
                     if first == len(starts):
-                        shard, position = (shard + 1) % len(self.paths), 0
+                        shard, position = (shard + 1) % len(self.text), 0
                         epoch += shard == 0
                         if epoch == self.config.epochs:
                             raise UserError(self.too_few(step))
                         continue
                     last = min(int(np.searchsorted(before, before[first] + missing)), len(starts))
                     missing -= int(before[last] - before[first])
-                    position = int(starts[last]) if last < len(starts) else len(self.open(shard)[0])
+                    position = int(starts[last]) if last < len(starts) else len(self.text.tokens(shard))
                     spans.append((shard, first, last))
                 micro_batches.append(spans)
             yield micro_batches
-        self.epochs = epoch + (shard + position / len(self.open(shard)[0])) / len(self.paths)           # that the plan takes
+        self.epochs = epoch + (shard + position / len(self.text.tokens(shard))) / len(self.text)    # that the plan takes
 
     def too_few(self, step: "Step") -> str:
-        total, wanted = sum(len(self.open(i)[0]) for i in range(len(self.paths))), [s.batch_tokens for s in self.schedule]
+        total, wanted = sum(len(self.text.tokens(i)) for i in range(len(self.text))), [s.batch_tokens for s in self.schedule]
         lasted, steps = sum(wanted[:step.index]) or total * self.config.epochs, self.config.steps
         fewer = int(steps * (lasted - sum(wanted[steps:])) / sum(wanted[:steps]))
-        return (f"{self.config.data_path}: {len(self.paths)} training shards with {total:,} tokens last for {step.index} of "
+        return (f"{self.config.data_path}: {len(self.text)} training shards with {total:,} tokens last for {step.index} of "
                 f"{len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set --epochs "
                 f"{math.ceil(self.config.epochs * sum(wanted) / lasted)} or about --steps {max(fewer, len(self.config.batch_tokens))}")
 
@@ -795,37 +775,24 @@ class Loader:
         for spans in self.plan[index][self.world.rank * share:(self.world.rank + 1) * share]:
             sequences = []
             for shard, first, last in spans:
-                starts, before = self.sequences(shard, step.sequence_length)
+                starts, before = self.text.sequences(shard, step.sequence_length)
                 lengths = np.diff(before[first:last + 1])
-                sequences += [(self.open(shard)[0], *s) for s in zip(starts[first:last].tolist(), lengths.tolist())]
+                sequences += [(self.text.tokens(shard), *s) for s in zip(starts[first:last].tolist(), lengths.tolist())]
             batches.append(make_batch(sequences, n, self.most[step.batch_tokens], step.sequence_length, self.config))
         return batches
 
     def prefetch(self, first: int, last: int) -> Iterator[list[Batch]]:
-        """The batches of steps first ... last - 1 on the device, made by a thread a few steps ahead."""
-        ready: queue.Queue = queue.Queue(maxsize=4)
+        """The batches of steps first ... last - 1, made by a thread a few steps ahead."""
+        def make(index: int) -> list[Batch]:
+            return [pinned(batch, self.world.device) for batch in self.batches(index)]
 
-        def work() -> None:
-            try:
-                for index in range(first, last):
-                    ready.put(self.batches(index))
-            except BaseException as error:
-                ready.put(error)
-
-        threading.Thread(target=work, daemon=True).start()
-        for _ in range(first, last):
-            batches = ready.get()
-            if isinstance(batches, BaseException):
-                raise batches
-            yield [to_device(batch, self.world.device) for batch in batches]
-
-
-def training_shards(config: Config, split: str) -> list[Path]:
-    paths = find_shards(Path(config.data_path), split) if config.data_path else []
-    if not paths:
-        raise UserError(f"no {split} shards (*{split}_*.bin) in {config.data_path or 'an unset DATA_PATH'}; set DATA_PATH to a folder "
-                        "that python -m data.fineweb or data.text has filled, or train on the embedded corpus with --preset cpu")
-    return paths
+        with ThreadPoolExecutor(1) as thread:
+            ahead: deque[Future] = deque()
+            for index in range(first, last + 4):
+                if index < last:
+                    ahead.append(thread.submit(make, index))
+                if index >= first + 4:
+                    yield ahead.popleft().result()
 
 
 def make_batch(sequences: list[tuple[np.ndarray, int, int]], n: int, most: int, longest: int, config: Config) -> Batch:
@@ -833,11 +800,13 @@ def make_batch(sequences: list[tuple[np.ndarray, int, int]], n: int, most: int, 
     return Batch(*map(torch.from_numpy, arrays), longest)
 
 
+def pinned(batch: Batch, device: torch.device) -> Batch:
+    """In memory from which a GPU copies while nothing waits."""
+    return batch if device.type == "cpu" else Batch(*(x.pin_memory() for x in batch[:3]), batch.max_length)
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """On a GPU through pinned memory, so that nothing waits for the copy."""
-    if device.type == "cpu":
-        return batch
-    return Batch(*(x.pin_memory().to(device, non_blocking=True) for x in batch[:3]), batch.max_length)
+    return Batch(*(x.to(device, non_blocking=True) for x in batch[:3]), batch.max_length)
 
 
 def validation_batches(config: Config) -> list[Batch]:
@@ -846,15 +815,14 @@ def validation_batches(config: Config) -> list[Batch]:
     Its sequences are the documents, in pieces of `val_sequence_length` if longer, whatever the chunk; a chunk holds whole
     sequences and is filled up with tokens that are not scored.
     """
-    paths, total = training_shards(config, "val"), config.val_tokens
+    paths, total = shards_in(config.data_path, "val"), config.val_tokens
     text = np.concatenate([np.zeros(0, np.uint16), *(open_shard(p, config.vocab_size)[:total + 1] for p in paths)])[:total + 1]
     if len(text) <= total:
         raise UserError(f"{config.data_path}: {len(text):,} validation tokens, --val_tokens {total} needs one more than it scores; "
                         f"add shards or set --val_tokens {len(text) - 1}")
     starts = np.union1d([0], document_starts(text[:total], config.document_start))
     starts, ends = cut_documents(starts, total, config.val_sequence_length, keep_tails=True)
-    chunks: list[list[tuple[np.ndarray, int, int]]] = [[]]
-    filled = 0
+    chunks, filled = [], config.val_chunk
     for start, length in zip(starts.tolist(), (ends - starts).tolist()):
         if filled + length > config.val_chunk:
             chunks.append([])
@@ -917,8 +885,11 @@ class Schedule:
         return last._replace(windows=windows, multi_token=(1.0,))
 
     def kinds(self) -> dict[tuple, Step]:
-        """The first step of each kind."""
-        return {step.kind: step for step in reversed(list(self))}
+        """The first step of each kind, in the run's order."""
+        first: dict[tuple, Step] = {}
+        for step in self:
+            first.setdefault(step.kind, step)
+        return first
 
 
 # ========== Clock and log ============================================================================================
@@ -1010,23 +981,50 @@ class Trainer:
                             f"{', '.join(divisors)} ranks or another --micro_batches")
         self.config, self.world = config, world
         self.schedule = Schedule(config)
+        if config.preset == "cpu" and config.data_path == PRESETS["cpu"].data_path and world.rank == 0:
+            embedded.build()
+        world.wait_for_all()                                             # the others read what rank 0 has built
         self.loader = Loader(config, self.schedule, world)
         self.validation = validation_batches(config)
         self.model = GPT(config, world.device)
         self.optimizer = Optimizer(self.model, config, world)
+        self.loss = torch.zeros((), device=world.device)
+        self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Batch]]] = {}    # by kind of step, with the input it reads
 
     def step(self, step: Step, batches: list[Batch]) -> Tensor:
-        """Train on this rank's micro-batches of a step; returns the mean next-token loss over all ranks (0-dim, no wait)."""
+        """Train on this rank's micro-batches of a step, on the host; returns the mean next-token loss over all ranks (0-dim, no wait)."""
         if not step.tied:
             self.optimizer.untie()
+        # What differs between steps of one kind, as numbers on the device: a captured step reads them there.
+        optimizer, weights = self.optimizer, zip(self.model.loss_weights, step.multi_token)
+        for number, value in ((optimizer.lr, step.lr), (optimizer.momentum_beta, step.momentum), *weights):
+            number.fill_(value)
+        if step.kind in self.graphs:
+            graph, inputs = self.graphs[step.kind]
+            for mine, new in zip(inputs, batches, strict=True):
+                copy_all(mine[:3], new[:3])
+            graph.replay()
+        else:
+            self.program(step, [to_device(batch, self.world.device) for batch in batches])
+        return self.loss.clone()                                         # a replay writes where the last one did
+
+    def program(self, step: Step, batches: list[Batch]) -> None:
+        """What a step does on the device: the same work for all steps of its kind, and no word to or from the host."""
         total = torch.zeros((), device=self.world.device)
         for batch in batches:
             loss, next_token = self.model(batch, step)
             loss.backward()
             total += next_token.detach()
-        loss = self.world.all_reduce(total) / step.batch_tokens
-        self.optimizer.step(step, loss)
-        return loss
+        self.loss.copy_(self.world.all_reduce(total) / step.batch_tokens)
+        self.optimizer.step(step, self.loss)
+
+    def capture(self, step: Step, batches: list[Batch]) -> None:
+        """Record what a step of this kind does as a CUDA graph: from now on it is replayed, which takes one launch."""
+        graph, inputs = torch.cuda.CUDAGraph(), [to_device(batch, self.world.device) for batch in batches]
+        pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None      # they never run at once: one memory
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):     # the loader's thread pins memory
+            self.program(step, inputs)
+        self.graphs[step.kind] = graph, inputs
 
     @torch.no_grad()
     def validate(self, step: Step) -> float:
@@ -1040,7 +1038,11 @@ class Trainer:
         """Run every kind of step and of validation once, then put everything back as it was."""
         snapshot = self.optimizer.snapshot()
         for step in self.schedule.kinds().values():
-            self.step(step, [to_device(b, self.world.device) for b in self.loader.batches(step.index)])
+            batches = self.loader.batches(step.index)
+            self.step(step, batches)
+            if self.config.capture and self.world.device.type == "cuda":
+                self.capture(step, batches)
+                self.step(step, batches)                                 # the first replay uploads the graph
         with torch.no_grad():
             for steps_done in self.validation_points():
                 self.model(to_device(self.validation[0], self.world.device), self.schedule.validation(steps_done))
@@ -1137,9 +1139,6 @@ def summarise(trainer: Trainer, log: RunLog, report: Report, startup: dict[str, 
 
 
 def run(config: Config, world: World) -> None:
-    if config.preset == "cpu" and config.data_path == PRESETS["cpu"].data_path and world.rank == 0:
-        embedded.build()
-    world.wait_for_all()                                                 # the others read what rank 0 has built
     trainer = Trainer(config, world)
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log_header(log, config, trainer.model, world)
@@ -1148,9 +1147,10 @@ def run(config: Config, world: World) -> None:
     say(f"{config.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters in {model.dtype}, "
         f"{world.size} x {device_name(world.device)}")
     say(f"attention: {model.attention_backend}" + (f" ({model.attention_note})" if model.attention_note else ""))
-    say("head: FP8" if model.fp8 else f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
+    say(f"head{' and MLP' * config.fp8_mlp}: FP8" if model.fp8 else
+        f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
     if loader.epochs > 1:
-        say(f"data: the schedule takes {loader.epochs:.2f} epochs of {len(loader.paths)} shards; tokens repeat after the first")
+        say(f"data: the schedule takes {loader.epochs:.2f} epochs of {len(loader.text)} shards; tokens repeat after the first")
     begin = time.time()
     trainer.warm_up()
     startup = {"startup_s": round(time.time() - PROCESS_START, 3), "compile_s": round(time.time() - begin, 3)}

@@ -1,7 +1,10 @@
 """Documents into sequences, sequences packed end to end: the arithmetic of batches, in numpy."""
+from pathlib import Path
 from typing import Iterable
 
 import numpy as np
+
+from data.shards import ShardError, document_starts, open_shard
 
 
 def cut_documents(starts: np.ndarray, end: int, cut: int, keep_tails: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -41,3 +44,38 @@ def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, lo
     if len(boundaries) > most + 1:
         raise ValueError(f"{len(boundaries) - 1} sequences in a batch that may hold {most}; the bound must count every batch")
     return tokens, targets, np.array(boundaries + [n] * (most + 1 - len(boundaries)), np.int32)
+
+
+class ShardedText:
+    """The text of some shards, by number: its tokens, and the sequences that its documents are cut into. Read when first used."""
+
+    def __init__(self, paths: list[Path], vocab_size: int, document_start: int, keep_tails: bool):
+        self.paths, self.vocab_size, self.document_start, self.keep_tails = paths, vocab_size, document_start, keep_tails
+        self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}       # tokens, document starts
+        self.cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (n,) uint16, memory-mapped, and document starts (documents,) int64; ShardError if there are none."""
+        if shard not in self.opened:
+            path = self.paths[shard]
+            tokens = open_shard(path, self.vocab_size)
+            starts = document_starts(tokens, self.document_start)
+            if not len(starts):
+                raise ShardError(f"{path}: no document starts with token {self.document_start}, its largest id is {tokens.max()}; "
+                                 f"train with the preset that fits it or --vocab_size {int(tokens.max()) + 1}")
+            self.opened[shard] = tokens, starts
+        return self.opened[shard]
+
+    def tokens(self, shard: int) -> np.ndarray:
+        return self.open(shard)[0]
+
+    def sequences(self, shard: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the shard's sequences start, and the sum of the lengths before each and at the end (one entry more)."""
+        if (shard, cut) not in self.cuts:
+            tokens, starts = self.open(shard)
+            starts, ends = cut_documents(starts, len(tokens), cut, self.keep_tails)
+            self.cuts[shard, cut] = starts, np.concatenate([[0], np.cumsum(ends - starts)])
+        return self.cuts[shard, cut]

@@ -86,6 +86,15 @@ def find_shards(folder: Path, split: str) -> list[Path]:
     return sorted(p for p in Path(folder).glob("*.bin") if f"_{split}_" in f"_{p.name}")
 
 
+def shards_in(folder: str, split: str) -> list[Path]:
+    """As `find_shards`; ShardError if there are none or the folder's name is empty."""
+    paths = find_shards(Path(folder), split) if folder else []
+    if not paths:
+        raise ShardError(f"no {split} shards (*{split}_*.bin) in {folder or 'an unset DATA_PATH'}; set DATA_PATH to a folder that "
+                         "python -m data.fineweb or data.text has filled, or train on the embedded corpus with --preset cpu")
+    return paths
+
+
 @contextlib.contextmanager
 def incoming(folder: Path) -> Iterator[Path]:
     """An empty sub-folder of `folder` for shards that are not ready, on the same file system, removed at the end.

@@ -16,16 +16,15 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def quantise(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def quantise(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     limit = torch.finfo(dtype).max                          # the cast alone turns what is too large into NaN
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
-def product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float, fast: bool) -> Tensor:
+def product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool) -> Tensor:
     """a (m, k) row-major times b (k, n) column-major, the only layout that Hopper multiplies in FP8; returns bf16 (m, n)."""
-    scale_a = scale_a if isinstance(scale_a, Tensor) else torch.full((), scale_a, device=a.device)
-    scale_b = torch.full((), scale_b, device=a.device)
-    return torch._scaled_mm(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    scales = (s if isinstance(s, Tensor) else torch.full((), s, device=a.device) for s in (scale_a, scale_b))
+    return torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
 class FP8Linear(torch.autograd.Function):

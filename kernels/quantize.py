@@ -23,7 +23,7 @@ def quantize_reference(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.floa
 
 @triton.jit
 def quantize_kernel(x_ptr, q_ptr, transposed_ptr, scale_ptr, amax_ptr, rows, columns, x_row, limit,
-                    AMAX: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+                    AMAX: tl.constexpr, BOTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column_tiles = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // column_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
@@ -31,7 +31,8 @@ def quantize_kernel(x_ptr, q_ptr, transposed_ptr, scale_ptr, amax_ptr, rows, col
     x = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     q = tl.clamp(x / tl.load(scale_ptr), -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + row * columns + column, q, mask=inside)
-    tl.store(transposed_ptr + column * rows + row, q, mask=inside)
+    if BOTH:
+        tl.store(transposed_ptr + column * rows + row, q, mask=inside)
     if AMAX:
         tl.atomic_max(amax_ptr, tl.max(tl.abs(x)))
 
@@ -41,17 +42,18 @@ def quantize(
     scale: Tensor,  # one float32 on the device; x ≈ scale · q
     dtype: torch.dtype = torch.float8_e4m3fn,
     amax: Tensor | None = None,  # one float32 on the device, raised to max |x|
+    both: bool = True,  # False: only q, and None for its transpose
     tuned: tuple[int, int, int] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """(q, qᵀ), both contiguous: (rows, columns) and (columns, rows) of `dtype`."""
     check(x.ndim == 2 and x.stride(1) == 1, "x", x, "(rows, columns) with contiguous rows")
     for name, tensor in (("scale", scale), ("amax", amax)):
         check(tensor is None or tensor.numel() == 1 and tensor.dtype == torch.float32, name, tensor, "one float32")
     tile_rows, tile_columns, warps = tuned or CONFIGS[0]
     q = torch.empty(x.shape, dtype=dtype, device=x.device)
-    transposed = torch.empty(x.shape[::-1], dtype=dtype, device=x.device)
+    transposed = torch.empty(x.shape[::-1], dtype=dtype, device=x.device) if both else None
     grid = (triton.cdiv(len(x), tile_rows) * triton.cdiv(x.shape[1], tile_columns),)
     if x.numel():
         quantize_kernel[grid](x, q, transposed, scale, amax, *x.shape, x.stride(0), torch.finfo(dtype).max,
-                              AMAX=amax is not None, ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps)
+                              AMAX=amax is not None, BOTH=both, ROWS=tile_rows, COLUMNS=tile_columns, num_warps=warps)
     return q, transposed

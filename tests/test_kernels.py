@@ -4,12 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import coefficients
+import kernels.newton_schulz
+from kernels import coefficients, momentum, polar_error, stress
 from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from kernels.embedding import add_rows, add_rows_reference, embedding, embedding_twin, sort_rows
 from kernels.head_loss import head_loss, head_loss_twin
 from kernels.mlp import (
-    relu_squared, relu_squared_backward, relu_squared_backward_reference, relu_squared_reference)
+    mlp, mlp_twin, relu_squared, relu_squared_backward, relu_squared_backward_reference, relu_squared_reference)
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.quantize import quantize, quantize_reference
 from kernels.symmetric import (
@@ -117,7 +119,7 @@ def test_products_refuse_what_they_cannot_do():
     assert newton_schulz(x[:0]).shape == (0, 8, 6)
 
 
-METHODS = [("frobenius", polar_express(5)), ("aol", polar_express(4, lower=7e-3)), ("aol", polar_express(5))]
+METHODS = [("frobenius", polar_express(5)), ("aol", polar_express(4, lower=7e-3))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -126,6 +128,7 @@ METHODS = [("frobenius", polar_express(5)), ("aol", polar_express(4, lower=7e-3)
 def test_newton_schulz(shape, normalisation, triples, dtype):
     x = random(2, *shape, dtype=dtype)
     x = x.mT if x.shape[-1] > 100 else x  # strided, too
+    triples = triples[:2] if DEVICE == "cpu" else triples  # all steps but the first run the same; the interpreter is slow
     exact = newton_schulz_reference(x.double(), triples, normalisation)
     out = newton_schulz(x, triples, normalisation)
     # At σ = 1 the terms of the first polynomial cancel: with a single singular value, rounding is a matter of luck.
@@ -238,6 +241,48 @@ def test_mlp_backward_is_the_gradient():
     torch.testing.assert_close(relu_squared_backward_reference(grad, w_out, act.detach()), expected)
 
 
+def mlp_results(function, x, w_in, w_out, grad, fp8: bool) -> list[torch.Tensor]:
+    """The output and the three gradients."""
+    x, w_in, w_out = (tensor.detach().requires_grad_() for tensor in (x, w_in, w_out))
+    out = function(x, w_in, w_out, fp8)
+    return [out.detach(), *torch.autograd.grad(out, (x, w_in, w_out), grad.to(out.dtype))]
+
+
+def mlp_inputs(tokens: int, width: int, hidden: int) -> list[torch.Tensor]:
+    """Normed tokens, weights of usual sizes and a gradient that differs from token to token by 2 ** 6."""
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x = torch.nn.functional.rms_norm(random(tokens, width, dtype=torch.float32), (width,))
+    grad = random(tokens, width, dtype=torch.float32) * torch.logspace(-6, 0, tokens, 2, device=DEVICE)[:, None]
+    weights = [random(hidden, width, dtype=torch.float32) * size for size in (0.02, 0.05)]
+    return [tensor.to(dtype) for tensor in (x, *weights, grad)]
+
+
+def test_mlp_function_is_its_twin():
+    inputs = mlp_inputs(150, 40, 72)
+    exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False)
+    for fused, plain, wanted in zip(mlp_results(mlp, *inputs, False), mlp_results(mlp_twin, *inputs, False), exact):
+        assert_as_exact_as_pytorch(fused, plain, wanted)
+
+
+def test_mlp_function_in_fp8():
+    """As near to full precision as its twin, and near; no scale of the gradient or of a weight is too small or too large."""
+    inputs = mlp_inputs(144, 64, 96)
+    exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False)
+    results = mlp_results(mlp, *inputs, True)
+    slack = 0.1 if DEVICE == "cpu" else 0  # the interpreter rounds to FP8 wrongly where rounding changes the exponent
+    for fused, plain, wanted in zip(results, mlp_results(mlp_twin, *inputs, True), exact):
+        assert error(plain, wanted) < 0.1
+        assert_as_exact_as_pytorch(fused, plain, wanted, slack)
+    x, w_in, w_out, grad = inputs
+    for power in (-40, 20):
+        for scaled, once in zip(mlp_results(mlp, x, w_in, w_out, grad * 2.0**power, True)[1:], results[1:]):
+            assert error(scaled, once.double() * 2.0**power) < 1e-3
+        out = mlp_results(mlp, x, w_in, w_out * 2.0**power, grad, True)[0]
+        assert error(out, results[0].double() * 2.0**power) < 1e-3
+    for tensor in mlp_results(mlp, x, w_in, torch.zeros_like(w_out), grad, True)[:3]:
+        assert tensor.eq(0).all()
+
+
 def test_nan_shows():
     x, w, scale = random(6, 8), random(16, 8), torch.ones(1, device=DEVICE)
     x[2, 3] = float("nan")
@@ -327,3 +372,125 @@ def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_twin():
         results.append([total.detach(), *torch.autograd.grad(2 * total, (x, head))])
     for exact, twin, fused, slack in zip(*results, (3e-3, 0, 0)):   # one loss may be right by luck
         assert error(fused, exact.double()) <= 2 * error(twin, exact.double()) + slack
+
+
+@pytest.mark.parametrize("n, count, width", [(1, 1, 1), (70, 5, 40), (200, 300, 70), (130, 1, 33)])
+def test_embedding_adds_only_to_the_rows_it_read(n, count, width):
+    index = torch.randint(count, (n,), device=DEVICE, dtype=torch.int32)
+    table, grad, old = random(count, width), random(n, width), random(count, width)
+    results = []
+    for function in (embedding_twin, embedding, embedding):
+        leaf = table.clone().requires_grad_()
+        leaf.grad = old.clone()
+        out = function(leaf, sort_rows(index))
+        assert torch.equal(out, table[index.long()])
+        out.backward(grad)
+        results.append(leaf.grad)
+    exact = old.double().index_add_(0, index.long(), grad.double())
+    assert_as_exact_as_pytorch(results[1], results[0], exact)
+    assert torch.equal(results[1], results[2])
+    untouched = torch.ones(count, dtype=torch.bool, device=DEVICE).index_fill_(0, index.long(), False)
+    assert torch.equal(results[1][untouched], old[untouched])
+
+
+def test_add_rows_against_its_twin_and_with_strides():
+    index = torch.randint(9, (100,), device=DEVICE)
+    grad = random(100, 64)[:, :32]
+    outs = [torch.ones(9, 48, device=DEVICE, dtype=grad.dtype)[:, 16:] for _ in range(2)]
+    for function, out in zip((add_rows, add_rows_reference), outs):
+        function(out, grad, *sort_rows(index)[1:])
+    assert error(outs[0], outs[1].double()) < 1e-2 if DEVICE == "cuda" else error(outs[0], outs[1].double()) < 1e-3
+    with pytest.raises(ValueError, match="grad must be"):
+        add_rows(outs[0], grad[:5], *sort_rows(index)[1:])
+
+
+def test_stress_finds_what_is_wrong(monkeypatch):
+    """With the twin in the kernel's place nothing is; a wrong scale, a rare NaN and results that change are found."""
+    twin, calls = newton_schulz_reference, []
+
+    def now_and_then(x, *arguments):
+        calls.append(x)
+        return twin(x, *arguments) * (float("nan") if len(calls) == 3 else 1)
+
+    bases = random(3, 40, 24, dtype=stress.DTYPE)
+    faults = {"nothing": twin, "too far": lambda x, *a: 1.2 * twin(x, *a), "too large": lambda x, *a: 2 * twin(x, *a),
+              "not finite": now_and_then, "not repeated": lambda x, *a: twin(x, *a) + 1e-3 * torch.randn_like(x)}
+    for fault, function in faults.items():
+        monkeypatch.setattr(kernels.newton_schulz, "newton_schulz", function)
+        found = stress.stress(bases, *stress.METHODS["AOL 4"], calls=4)
+        assert found[fault] > 0 if fault in found else not any(found[name] for name in faults if name in found)
+
+
+def test_polar_error_of_matrices_from_training(config, tmp_path, capsys):
+    """Capture, table, fit and drawn data on a tiny run; what is captured is what the optimizer orthogonalises."""
+    torch.use_deterministic_algorithms(False)  # not all of training is
+    matrices, losses = momentum.capture(config, [1, 2])
+    assert len(losses) == 2 and {tuple(x.shape) for steps in matrices.values() for x in steps.values()} == {(64, 64), (256, 64)}
+    assert len(matrices) == 8 and all(set(steps) == {1, 2} and steps[2].any() for steps in matrices.values())
+    torch.save({"matrices": matrices, "losses": losses}, tmp_path / "momentum.pt")
+    polar_error.main(["--size", "24", "--real", str(tmp_path / "momentum.pt"), "--out", str(tmp_path / "polar.json")])
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("| step ") for line in lines) == 16 and lines[-1].startswith("5 steps after AOL on")
+
+
+def test_polar_factor_of_a_deficient_matrix():
+    x = random(6, 20, dtype=torch.float64)
+    x[1], x[2] = x[0], 0
+    factor = polar_error.polar_factor(x)
+    torch.testing.assert_close(factor @ factor.T @ x, x)
+    torch.testing.assert_close(torch.linalg.svdvals(factor).sort().values, torch.tensor([0.0, 0, 1, 1, 1, 1], device=DEVICE).double())
+
+
+large = pytest.mark.skipif(DEVICE == "cpu", reason="needs tens of GB and a GPU")
+
+
+@large
+def test_products_of_more_than_2_to_the_31_elements():
+    x = random(3650, 768, 768)                             # 2**31 elements and 5 million more
+    out = gram(x)
+    assert out.numel() > 2**31
+    last = x[-2:]
+    assert_as_exact_as_pytorch(out[-2:], gram_reference(last), last.double() @ last.double().mT)
+    p = polynomial(out, 3.5, -2.5e-3, 5e-7)
+    assert torch.equal(p[-2:], polynomial(out[-2:], 3.5, -2.5e-3, 5e-7))
+    del out, p
+    for normalisation, triples in METHODS[:2]:
+        out = newton_schulz(x, triples, normalisation)
+        exact = newton_schulz_reference(last.double(), triples, normalisation)
+        assert_as_exact_as_pytorch(out[-2:], newton_schulz_reference(last, triples, normalisation), exact)
+        assert out[:-2].isfinite().all()
+
+
+@large
+def test_cross_entropy_of_more_than_2_to_the_31_logits():
+    tokens, vocabulary = 43_008, 50_304
+    logits, targets = random(tokens, vocabulary), torch.randint(0, vocabulary, (tokens, 2), device=DEVICE)
+    weights, scale = torch.tensor([1, 0.5], device=DEVICE), torch.tensor(0.75 / 448, device=DEVICE)
+    grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
+    transposed = grad.new_empty(vocabulary, tokens)
+    assert logits.numel() > 2**31
+    losses = cross_entropy(logits, targets, weights, grad, transposed, scale)
+    last = slice(-64, None)
+    exact, exact_grad = cross_entropy_reference(logits[last].double(), targets[last], weights, scale, torch.float64)
+    plain, plain_grad = cross_entropy_reference(logits[last], targets[last], weights, scale, grad.dtype)
+    assert_as_exact_as_pytorch(losses[last], plain, exact, slack=3e-7)
+    assert_as_exact_as_pytorch(grad[last], plain_grad, exact_grad)
+    assert torch.equal(transposed[:, last].float(), grad[last].float().T) and losses.isfinite().all()
+
+
+@large
+def test_elementwise_kernels_on_more_than_2_to_the_31_elements():
+    rows, columns = 700_000, 3072
+    x, scale, last = random(rows, columns), torch.tensor(0.01, device=DEVICE), slice(-64, None)
+    assert x.numel() > 2**31
+    q, transposed = quantize(x, scale)
+    expected, _ = quantize_reference(x[last], scale)
+    assert torch.equal(q[last].float(), expected.float()) and torch.equal(transposed[:, last].float(), expected.float().T)
+    del q, transposed
+    out = transpose(x)
+    assert torch.equal(out[:, last], x[last].T) and torch.equal(add_transposed(out, x)[:, last], 2 * x[last].T)
+    del out
+    narrow, w = random(rows, 64), random(columns, 64)
+    act = relu_squared(narrow, w, act_fp8=x.new_empty(x.shape, dtype=torch.float8_e4m3fn), act_scale=scale)
+    assert torch.equal(act[last], relu_squared(narrow[last], w))
+    assert torch.equal(relu_squared_backward(narrow, w, act)[last], relu_squared_backward(narrow[last], w, act[last]))

@@ -11,6 +11,7 @@ import torch
 from conftest import write_documents
 
 import train_gpt
+from data import packing
 from data.packing import cut_documents, pack
 from data.peek import SCHEDULES
 from data.shards import find_shards, open_shard, write_shard
@@ -106,7 +107,7 @@ def test_a_shard_change_costs_no_step(config, monkeypatch):
     """Every shard was read for the plan: nothing is opened, searched or cut while steps run."""
     plan = loader(config)
     for name in ("open_shard", "document_starts", "cut_documents"):
-        monkeypatch.delattr(train_gpt, name)
+        monkeypatch.delattr(packing, name)
     assert len(list(plan.prefetch(0, len(plan.schedule)))) == len(plan.schedule)
     assert len({shard for step in plan.plan for spans in step for shard, _, _ in spans}) > 1
 
@@ -177,4 +178,4 @@ def test_a_million_documents_in_bounded_memory(tmp_path, config):
     list(plan.prefetch(0, len(plan.schedule)))
     peak, seconds = tracemalloc.get_traced_memory()[1], time.time() - begin
     tracemalloc.stop()
-    assert len(plan.open(0)[1]) == 1_000_000 and peak < 100e6 and seconds < 20
+    assert len(plan.text.open(0)[1]) == 1_000_000 and peak < 100e6 and seconds < 20

@@ -72,7 +72,7 @@ def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
     targets = torch.full_like(batch.targets, -1)
     targets[scored] = batch.targets[scored]
     with torch.no_grad():
-        return torch.stack(trainer.model(batch._replace(targets=targets), trainer.schedule.at(0)))
+        return torch.stack(trainer.model(train_gpt.to_device(batch._replace(targets=targets), DEVICE), trainer.schedule.at(0)))
 
 
 @pytest.mark.parametrize("position", [1, 17, 63, 100, 127])
@@ -186,13 +186,23 @@ def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
     monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     for fp8 in (True, False):
-        trainer = train_gpt.Trainer(replace(config, fp8=fp8), train_gpt.World())
+        trainer = train_gpt.Trainer(replace(config, fp8=fp8, fp8_mlp=True), train_gpt.World())
         assert trainer.model.fp8 is fp8
         if fp8:
             with pytest.raises(AssertionError, match="FP8 product"):
                 trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
         else:
             trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
+
+
+@pytest.mark.parametrize("setting", train_gpt.KERNELS)
+def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting):
+    """And a device without CUDA runs twins whatever is on."""
+    twins = [twin for twin, _ in train_gpt.KERNELS.values()]
+    config = replace(config, compile=False, **{setting: False})
+    expected = {twin: twin if name == setting else kernel for name, (twin, kernel) in train_gpt.KERNELS.items()}
+    assert train_gpt.compiled(config, torch.device("cuda"), *twins) == expected
+    assert train_gpt.compiled(config, torch.device("cpu"), *twins) == {twin: twin for twin in twins}
 
 
 SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "skip", "backout", "late_input", "yarn", "neuron_norm",

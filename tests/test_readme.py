@@ -50,7 +50,7 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("line", [line for line in COMMANDS if line not in ELSEWHERE and not line.startswith(GPUS)])
 def test_a_command(line, place, tmp_path):
-    words = shlex.split(line.replace("records/runs", str(place)).replace("--out plots", f"--out {tmp_path}").replace("model.pt", str(tmp_path / "model.pt")))
+    words = shlex.split(line.replace("records/runs", str(place)).replace("--out plots", f"--out {tmp_path}").replace("--out traces", f"--out {tmp_path}").replace("model.pt", str(tmp_path / "model.pt")))
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
     if words[0] == "python":

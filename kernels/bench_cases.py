@@ -1,0 +1,213 @@
+"""What kernels.bench checks and times: each kernel, its plain twin, inputs of real shapes, FLOP and bytes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
+from kernels.coefficients import polar_express
+
+PLAIN_5, AOL_4 = polar_express(5), polar_express(4, lower=7e-3)
+
+
+@dataclass
+class Case:
+    name: str
+    shape: str
+    inputs: Callable[[], tuple]
+    kernel: Callable
+    reference: Callable  # the twin: plain for the errors, compiled for the time
+    flop: float
+    bytes: float
+    rate: float = 1.0  # of the matrix units against bf16: 2 in FP8
+    baseline: Callable | None = None  # what to time against, where it is not the twin
+    exact: Callable | None = None  # the result in float64, where it is not the twin on float64 inputs
+    check_inputs: Callable[[], tuple] | None = None  # smaller ones, where float64 would not fit
+    wrap: Callable = lambda function: function  # makes of a kernel or its twin what is run: the same with its gradients
+    compile: bool = True  # False where the baseline is one library call, of which compiling makes the same call
+    configs: tuple = ()  # values of the kernel's argument `tuned`, for --sweep
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def matrices(batch: int, m: int, n: int) -> Tensor:
+    """Random matrices that lie in memory as (m, n), seen as wide ones."""
+    return random(batch, m, n).mT if m > n else random(batch, m, n)
+
+
+def product_cases() -> Iterator[Case]:
+    squares = [(batch, 768, 768) for batch in (1, 4, 8, 32)]
+    tall = [(batch, 3072, 768) for batch in (1, 4, 8, 32)]
+    large = [(1, 2048, 2048), (1, 4096, 4096), (1, 8192, 8192)]
+    for batch, m, n in squares + tall + large:
+        shape = f"{batch} × {m} × {n}"
+        flop, x = 2.0 * batch * m * n * n, partial(matrices, batch, m, n)
+        yield Case("gram " + ("XᵀX" if m > n else "XXᵀ"), shape, lambda x=x: (x(),), symmetric.gram,
+                   symmetric.gram_reference, flop, 2.0 * batch * (m * n + n * n), compile=False, configs=symmetric.CONFIGS)
+        if m == n:
+            yield Case("polynomial", shape, lambda x=x, n=n: (symmetric.gram(x()) / n, 3.9, -2.8, 0.5),
+                       symmetric.polynomial, symmetric.polynomial_reference, flop, 4.0 * batch * n * n,
+                       configs=symmetric.CONFIGS)
+        # aI inside P leaves a plain product, for which no kernel here is faster: against aX + BX in one call.
+        yield Case("last product PX, bmm (against baddbmm)", shape,
+                   lambda x=x, n=n: (symmetric.gram(x()) / n, x()), torch.bmm, torch.bmm, flop,
+                   2.0 * batch * (2 * m * n + n * n), baseline=last_product_unfolded, compile=False)
+
+
+def last_product_unfolded(p: Tensor, x: Tensor) -> Tensor:
+    return torch.baddbmm(x, p, x, beta=3.9)
+
+
+def orthogonalisation_cases() -> Iterator[Case]:
+    methods = {"AOL 4": (AOL_4, "aol"), "AOL 5": (polar_express(5, lower=7e-3), "aol"), "plain 5": (PLAIN_5, "frobenius")}
+    record = [(4, 3072, 768), (22, 3072, 768), (16, 768, 768), (40, 768, 768), (1, 4096, 4096)]
+    other = [(1, 3072, 768), (8, 3072, 768), (32, 3072, 768), (1, 768, 768), (4, 768, 768), (8, 768, 768), (32, 768, 768),
+             (1, 2048, 2048), (1, 8192, 8192)]
+    plain = partial(newton_schulz.newton_schulz_reference, triples=PLAIN_5, normalisation="frobenius")
+    for batch, m, n in record + other:
+        for name, (triples, normalisation) in methods.items():
+            if name == "AOL 5" and (batch, m, n) in other:
+                continue
+            arguments = dict(triples=triples, normalisation=normalisation)
+            yield Case(f"orthogonalise, {name} (against plain 5)", f"{batch} × {m} × {n}",
+                       lambda b=batch, m=m, n=n: (random(b, m, n),),
+                       partial(newton_schulz.newton_schulz, **arguments),
+                       partial(newton_schulz.newton_schulz_reference, **arguments),
+                       2.0 * batch * (2 * m * n * n + n**3) * len(triples), 4.0 * batch * m * n,
+                       baseline=plain)
+
+
+def cross_entropy_cases(vocabulary: int = 50304) -> Iterator[Case]:
+    def inputs(tokens: int, k: int) -> tuple:
+        weights, scale = torch.tensor([1.0, 0.5, 0.25][:k], device="cuda"), torch.tensor(0.75 / 448, device="cuda")
+        return random(tokens, vocabulary) * 4, torch.randint(vocabulary, (tokens, k), device="cuda"), weights, scale
+
+    def kernel(logits: Tensor, targets: Tensor, weights: Tensor, scale: Tensor, dtype, both=False, tuned=None) -> tuple:
+        grad = None if dtype is None else torch.empty_like(logits, dtype=dtype)
+        transposed = grad.new_empty(logits.shape[::-1]) if both else None
+        return cross_entropy.cross_entropy(logits, targets, weights, grad, transposed, scale, tuned), grad, transposed
+
+    def twin(logits: Tensor, targets: Tensor, weights: Tensor, scale: Tensor, dtype, both=False) -> tuple:
+        losses, grad = cross_entropy.cross_entropy_reference(logits, targets, weights, scale, dtype)
+        return losses, grad, grad.mT.contiguous() if both else None
+
+    for tokens in (16384, 49152):
+        for k, dtype, both in ((1, None, False), (3, torch.bfloat16, False), (3, torch.float8_e5m2, True)):
+            kind = "loss only" if dtype is None else f"gradient {dtype} + transpose" if both else f"gradient {dtype}"
+            name = f"cross-entropy, {k} targets, {kind}".replace("torch.", "")
+            yield Case(name, f"{tokens} × {vocabulary}", partial(inputs, tokens, k),
+                       partial(kernel, dtype=dtype, both=both), partial(twin, dtype=dtype, both=both), 0.0,
+                       tokens * vocabulary * (2.0 + (dtype.itemsize * (1 + both) if dtype else 0)),
+                       exact=partial(twin, dtype=dtype and torch.float64, both=both),
+                       check_inputs=partial(inputs, 1024, k), configs=cross_entropy.CONFIGS)
+
+
+def mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
+    fp8, scale = torch.float8_e4m3fn, torch.tensor(0.02, device="cuda")
+
+    def compiled_fp8(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        one = torch.ones((), device="cuda")
+        pre = torch._scaled_mm(x, w.mT, scale, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return torch.relu(pre).square()
+
+    for tokens in (16384, 49152):
+        shape, flop = f"{tokens} × {width} × {hidden}", 2.0 * tokens * width * hidden
+        inputs = lambda t=tokens: (random(t, width), random(hidden, width))  # noqa: E731
+        yield Case("MLP relu²", shape, inputs, mlp.relu_squared, mlp.relu_squared_reference, flop,
+                   2.0 * (tokens * width + tokens * hidden), configs=mlp.CONFIGS)
+        yield Case("MLP relu² backward", shape, lambda t=tokens, i=inputs: (*i(), random(t, hidden).relu().square()),
+                   mlp.relu_squared_backward, mlp.relu_squared_backward_reference, flop,
+                   2.0 * (tokens * width + 2 * tokens * hidden), configs=mlp.CONFIGS)
+        yield Case("MLP relu² of FP8 (against _scaled_mm)", shape, lambda i=inputs: (*[x.to(fp8) for x in i()], scale),
+                   mlp.relu_squared, mlp.relu_squared_reference, flop, tokens * (width + 2.0 * hidden), rate=2,
+                   baseline=compiled_fp8, configs=mlp.CONFIGS)
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+def mlp_gradients(function: Callable) -> Callable:
+    def run(x: Tensor, w_in: Tensor, w_out: Tensor, grad: Tensor, fp8: bool) -> tuple:
+        x, w_in, w_out = leaf(x), leaf(w_in), leaf(w_out)
+        out = function(x, w_in, w_out, fp8)
+        return out.detach(), *torch.autograd.grad(out, (x, w_in, w_out), grad)
+    return run
+
+
+def whole_mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
+    def inputs(tokens: int, fp8: bool) -> tuple:
+        x = torch.nn.functional.rms_norm(random(tokens, width), (width,))
+        return x, random(hidden, width) * 0.02, random(hidden, width) * 0.02, random(tokens, width), fp8
+
+    for tokens in (16384, 49152):
+        for fp8 in (False, True):
+            yield Case("MLP, both ways, " + ("FP8 (against bf16)" if fp8 else "bf16"), f"{tokens} × {width} × {hidden}",
+                       partial(inputs, tokens, fp8), mlp.mlp, mlp.mlp_twin, 12.0 * tokens * width * hidden,
+                       8.0 * tokens * (width + hidden), rate=1.5 if fp8 else 1.0,  # four of six products in FP8
+                       exact=lambda *tensors: mlp_gradients(bf16_mlp)(*tensors), baseline=bf16_mlp, wrap=mlp_gradients)
+
+
+def bf16_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, fp8: bool) -> Tensor:
+    return mlp.mlp_twin(x, w_in, w_out, False)
+
+
+def head_gradients(function: Callable) -> Callable:
+    def run(x: Tensor, head: Tensor, *rest) -> tuple:
+        x, head = leaf(x), leaf(head)
+        return torch.autograd.grad(function(x, head, *rest)[0], (x, head))
+    return run
+
+
+def head_cases(width: int = 768, vocabulary: int = 50304) -> Iterator[Case]:
+    def inputs(tokens: int) -> tuple:
+        x, head = torch.nn.functional.rms_norm(random(tokens, width), (width,)), random(vocabulary, width) * 0.02
+        targets = torch.randint(vocabulary, (tokens,), device="cuda", dtype=torch.int32)
+        is_start = torch.arange(tokens, device="cuda") % 512 == 0
+        return x, head, targets, is_start, torch.tensor([1.0, 0.5, 0.25], device="cuda"), True
+
+    for tokens in (16384, 49152):
+        yield Case("head and loss, both ways, FP8, 3 targets", f"{tokens} × {width} × {vocabulary}", partial(inputs, tokens),
+                   head_loss.head_loss, head_loss.head_loss_twin, 6.0 * tokens * width * vocabulary,
+                   tokens * vocabulary * (2.0 * 3 + 1.0 * 4), rate=2, wrap=head_gradients, check_inputs=partial(inputs, 1024),
+                   exact=lambda *tensors: head_gradients(head_loss.head_loss_twin)(*tensors[:-1], False))
+
+
+def embedding_cases(width: int = 768) -> Iterator[Case]:
+    def inputs(rows: int, tokens: int) -> tuple:
+        index = (rows ** torch.rand(tokens, device="cuda")).long() - 1          # the k-th row about as often as 1/k, as words are
+        return random(rows, width), random(tokens, width), index
+
+    def kernel(out: Tensor, grad: Tensor, index: Tensor) -> Tensor:
+        return embedding.add_rows(out, grad, *embedding.sort_rows(index)[1:])
+
+    def dense(out: Tensor, grad: Tensor, index: Tensor) -> Tensor:
+        return out.add_(torch.ops.aten.embedding_dense_backward(grad, index, len(out), -1, False))
+
+    for tokens in (16384, 49152):
+        for rows in (50304, 377280):
+            yield Case("embedding's gradient, with the sort", f"{tokens} of {rows} × {width}", partial(inputs, rows, tokens),
+                       kernel, dense, 0.0, 6.0 * tokens * width)
+
+
+def moving_cases() -> Iterator[Case]:
+    for shape in ((49152, 768), (49152, 3072), (50304, 768)):
+        name, size = "{} × {}".format(*shape), shape[0] * shape[1]
+        yield Case("quantise and transpose", name, lambda s=shape: (random(*s), torch.tensor(4 / 448, device="cuda")),
+                   quantize.quantize, quantize.quantize_reference, 0.0, 4.0 * size, configs=quantize.CONFIGS,
+                   exact=lambda x, scale: (x / scale, x.mT / scale))
+    yield Case("transpose", name, lambda: (random(*shape),), transpose.transpose, transpose.transpose_reference,
+               0.0, 4.0 * size, configs=transpose.CONFIGS)
+    yield Case("add transposed", name, lambda: (random(*shape[::-1]), random(*shape)), transpose.add_transposed,
+               transpose.add_transposed_reference, 0.0, 6.0 * size, configs=transpose.CONFIGS)
+    yield Case("transpose float8_e5m2", "16384 × 50304", lambda: (random(16384, 50304).to(torch.float8_e5m2),),
+               transpose.transpose, transpose.transpose_reference, 0.0, 2.0 * 16384 * 50304, configs=transpose.CONFIGS)
+
+
+CASES = (orthogonalisation_cases, product_cases, mlp_cases, whole_mlp_cases, head_cases, cross_entropy_cases, embedding_cases,
+         moving_cases)
