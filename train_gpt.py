@@ -730,7 +730,6 @@ class Loader:
     def __init__(self, config: Config, schedule: "Schedule", world: World):
         self.config, self.schedule, self.world = config, schedule, world
         self.text = ShardedText(shards_in(config.data_path, "train"), config.vocab_size, config.document_start, config.keep_tails)
-        self.epochs = 1.0                                                # that the plan takes
         self.plan = [list(step) for step in self.make_plan()]
         self.most: dict[int, int] = {}                                   # sequences in a micro-batch, by batch size
         for step, micro_batches in zip(schedule, self.plan):
@@ -758,13 +757,15 @@ class Loader:
                     spans.append((shard, first, last))
                 micro_batches.append(spans)
             yield micro_batches
-        self.epochs = epoch + (shard + position / len(self.text.tokens(shard))) / len(self.text)
+        self.epochs = epoch + (shard + position / len(self.text.tokens(shard))) / len(self.text)    # that the plan takes
 
     def too_few(self, step: "Step") -> str:
-        total = sum(len(self.text.tokens(i)) for i in range(len(self.text)))
+        total, wanted = sum(len(self.text.tokens(i)) for i in range(len(self.text))), [s.batch_tokens for s in self.schedule]
+        lasted, steps = sum(wanted[:step.index]) or total * self.config.epochs, self.config.steps
+        fewer = int(steps * (lasted - sum(wanted[steps:])) / sum(wanted[:steps]))
         return (f"{self.config.data_path}: {len(self.text)} training shards with {total:,} tokens last for {step.index} of "
-                f"{len(self.schedule)} steps; add shards, or set --steps {max(step.index - self.config.extra_steps, 0)} or "
-                f"--epochs {self.config.epochs + 1}")
+                f"{len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set --epochs "
+                f"{math.ceil(self.config.epochs * sum(wanted) / lasted)} or about --steps {max(fewer, len(self.config.batch_tokens))}")
 
     def batches(self, index: int) -> list[Batch]:
         """This rank's micro-batches of a step, on the host."""

@@ -23,7 +23,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -37,12 +37,9 @@ FOLDER = Path(__file__).parent / "shards" / "fineweb"
 VOCAB_SIZE, BOS = 50257, 50256
 TRIES = 4  # of each request, 1, 2 and 4 seconds apart
 
-# What the preset "speedrun" takes: {tokens a document is cut to: tokens of sequences}. 1,270 steps in three equal stages of
-# 131,072, 262,144 and 393,216 tokens a step, then 15 steps of the last; the first stage cuts at 896 tokens, the others at
-# 2,048. The tails of longer documents are not used: on a corpus like FineWeb 61% of the tokens are left at the first cut
-# and 79% at the second (measured on 13,373 documents with `python -m data.peek`), so that 338.8 M tokens of sequences
-# take 448 M tokens of shards: 5 shards of 100 M.
-SPEEDRUN = {896: 1270 * 131_072 // 3, 2048: 1270 * (262_144 + 393_216) // 3 + 15 * 393_216}
+# The preset "speedrun" wants 338.8 M tokens of sequences: 55.5 M cut at 896 tokens, the rest at 2,048. The tails of longer
+# documents are not used: on a corpus like FineWeb 61% of the tokens are left at the first cut and 79% at the second
+# (measured on 13,373 documents with `python -m data.peek`), so that it takes 448 M tokens of shards: 5 shards of 100 M.
 SPEEDRUN_SHARDS = 5
 
 
@@ -201,9 +198,9 @@ def root_cause(error: BaseException) -> BaseException:
 def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
     """Make `folder` hold the validation shard and the first `shards` training shards, all checked; fetch what it lacks."""
     names = names_of(shards)
-    with incoming(folder) as staging, ThreadPoolExecutor(jobs) as pool:
+    with incoming(folder) as staging, ThreadPool(jobs) as pool:  # its threads do not keep the process alive
         manifest = Manifest(folder)
-        for name, facts in zip(names, pool.map(lambda name: is_whole(folder / name, manifest), names)):
+        for name, facts in zip(names, pool.imap(lambda name: is_whole(folder / name, manifest), names)):
             if facts:
                 manifest.record(name, facts)
         missing = [name for name in names if not (folder / name).exists()]
@@ -211,23 +208,19 @@ def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
             return manifest
         hub = Hub(staging, f"python -m data.fineweb --shards {shards}")
         commit = hub.published(missing[0]).commit
-        published = dict(zip(missing, pool.map(lambda name: hub.published(name, commit), missing)))
+        published = dict(zip(missing, pool.imap(lambda name: hub.published(name, commit), missing)))
         size = sum(facts.size for facts in published.values())
         if size > (free := shutil.disk_usage(folder).free):
             raise DataError(f"{folder}: {len(missing)} shards need {size / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
                             "free some or choose another folder with --out")
         with tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
-            running = {pool.submit(hub.fetch, name, published[name], bar): name for name in missing}
             try:
-                for future in as_completed(running):
-                    name, facts = running[future], future.result()
+                for name, facts in pool.imap_unordered(lambda name: (name, hub.fetch(name, published[name], bar)), missing):
+                    manifest.record(name, facts)  # first: no shard stands there without its SHA-256
                     os.replace(staging / name, folder / name)
-                    manifest.record(name, facts)
                     tqdm.write(f"{name}: {facts['tokens']:,} tokens, {facts['documents']:,} documents", sys.stderr)
-            except BaseException:
+            finally:
                 hub.stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
     return manifest
 
 

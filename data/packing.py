@@ -64,8 +64,8 @@ class ShardedText:
             tokens = open_shard(path, self.vocab_size)
             starts = document_starts(tokens, self.document_start)
             if not len(starts):
-                raise ShardError(f"{path}: no document starts with token {self.document_start}; "
-                                 "the shard was made with another tokeniser: choose the preset that fits it")
+                raise ShardError(f"{path}: no document starts with token {self.document_start}, its largest id is {tokens.max()}; "
+                                 f"train with the preset that fits it or --vocab_size {int(tokens.max()) + 1}")
             self.opened[shard] = tokens, starts
         return self.opened[shard]
 

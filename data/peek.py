@@ -1,4 +1,4 @@
-"""A look into token shards: documents, tokens, lengths, the first texts, and whether the speedrun's schedule fits.
+"""A look into token shards: documents, tokens, lengths, the first texts, and whether the schedule of a preset fits.
 
     python -m data.peek data/shards/fineweb                     all shards of a folder
     python -m data.peek data/shards/fineweb/fineweb_val_000000.bin --documents 10
@@ -10,6 +10,7 @@ the vocabulary: 256 is bytes, 50256 GPT-2's.
 """
 import argparse
 import itertools
+import math
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +18,16 @@ from typing import NamedTuple
 import numpy as np
 
 from data.errors import DataError, one_line_errors
-from data.fineweb import SPEEDRUN
 from data.shards import document_starts, find_shards, open_shard
 from data.vocabulary import BytePairs, Bytes, load_vocabulary
 
 TEXT_LENGTH = 400  # characters shown of a document
+# What the schedules of train_gpt.py want: {tokens a document is cut to: tokens of sequences}, by preset, by start token.
+SCHEDULES = {
+    50256: {preset: {896: steps * 131_072 // 3, 2048: steps * (262_144 + 393_216) // 3 + 15 * 393_216}
+            for preset, steps in {"speedrun": 1270, "corpus": 690}.items()},
+    256: {"cpu": {256: 80 * 2048, 512: 80 * 3072 + 90 * 4096}},
+}
 
 
 class Shard(NamedTuple):
@@ -74,17 +80,21 @@ def histogram(lengths: np.ndarray) -> str:
     return "\n".join(lines)
 
 
-def schedule_fit(lengths: np.ndarray, total: int) -> str:
-    """What the cuts of the speedrun leave of documents of these lengths, and whether `total` tokens of shards suffice."""
-    lines, taken = [], 0.0
-    for cut, wanted in SPEEDRUN.items():
-        kept = int(np.minimum(lengths, cut).sum())
-        taken += wanted * total / kept
-        lines.append(f"cut at {cut:,}: {kept / total:.1%} of the tokens are left, {kept / 1e6:,.1f} M in sequences; "
-                     f"the speedrun wants {wanted / 1e6:,.1f} M")
-    fits = "it fits" if taken <= total else f"it does not fit in one epoch: {(taken - total) / 1e6:,.1f} M more are needed"
-    return "\n".join([*lines, f"The speedrun takes {taken / 1e6:,.1f} M tokens of training shards like these, "
-                              f"and there are {total / 1e6:,.1f} M: {fits}."])
+def schedule_fit(lengths: np.ndarray, total: int, bos: int) -> str:
+    """For each preset of this vocabulary what its cuts leave of documents of these lengths, and how long `total` tokens last.
+
+    A vocabulary that no preset is made for is held to the small preset.
+    """
+    lines = []
+    for preset, schedule in SCHEDULES.get(bos, SCHEDULES[256]).items():
+        left = {cut: np.minimum(lengths, cut).sum() / total for cut in schedule}
+        taken = sum(wanted / left[cut] for cut, wanted in schedule.items())
+        setting = "" if bos in SCHEDULES else f" --vocab_size {bos + 1}"
+        cuts = ", ".join(f"{cut:,} leaves {share:.1%}" for cut, share in left.items())
+        lines.append(f"--preset {preset}{setting} takes about {taken:,.0f} tokens of training shards like these (cutting documents at "
+                     f"{cuts}); there are {total:,}: {taken / total:.2f} epochs, "
+                     + ("it fits." if taken <= total else f"it does not fit in one; --epochs {math.ceil(taken / total)} does."))
+    return "\n".join(lines)
 
 
 def printable(text: bytes) -> str:
@@ -143,7 +153,7 @@ def main() -> None:
         print(histogram(np.concatenate([shard.lengths for shard in shards])) + "\n")
         if training := [shard for shard in shards if shard.path not in find_shards(shard.path.parent, "val")]:
             lengths = np.concatenate([shard.lengths for shard in training])
-            print(schedule_fit(lengths, sum(len(shard.tokens) for shard in training)) + "\n")
+            print(schedule_fit(lengths, sum(len(shard.tokens) for shard in training), bos) + "\n")
         if arguments.documents > 0:
             print(first_documents(shards, arguments.documents, choose_vocabulary(arguments, bos)))
 

@@ -38,7 +38,7 @@ class Documents:
         self.position = 0  # bytes read so far, for a progress bar
 
     def find(self, name: str) -> list[str]:
-        """The files that an input names; in a folder, those whose format is known, sorted, hidden ones left out."""
+        """The files that an input names; in a folder those whose format is known (with `kind` all), sorted, no hidden ones."""
         path = Path(name)
         if name == "-" or path.is_file():
             if self.kind or name == "-" or file_format(name):
@@ -47,9 +47,9 @@ class Documents:
         if not path.is_dir():
             raise DataError(f"{name}: no such file or folder")
         files = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
-        found = [str(p) for p in sorted(files) if p.is_file() and file_format(p.name)]
+        found = [str(p) for p in sorted(files) if p.is_file() and (self.kind or file_format(p.name))]
         if not found:
-            raise DataError(f"{name}: holds no {', '.join(FORMATS)} (nor .gz or .zst of these)")
+            raise DataError(f"{name}: holds no {', '.join(FORMATS)} (nor .gz or .zst of these); for other names say --format")
         return found
 
     def __iter__(self) -> Iterator[bytes]:
@@ -71,7 +71,7 @@ class Documents:
     def read(self, name: str, file: BinaryIO) -> Iterator[bytes]:
         """The documents of one open file."""
         kind = self.kind or file_format(name) or "text"
-        stream = decompressed(file, Path(name).suffix)
+        stream = decompressed(file, Path(name).suffix.lower())
         if kind == "parquet":
             yield from read_parquet(name, seekable(stream), self.field)
         elif kind == "jsonl":
@@ -95,8 +95,8 @@ class Documents:
 
 
 def file_format(name: str) -> str | None:
-    """"text", "jsonl" or "parquet" by the ending of the name, .gz or .zst left out; None when it is another."""
-    return FORMATS.get(Path(re.sub(r"\.(gz|zst)$", "", name)).suffix)
+    """The value of FORMATS for the ending of the name, in any case, .gz or .zst left out; None when it is another."""
+    return FORMATS.get(Path(re.sub(r"\.(gz|zst)$", "", name.lower())).suffix)
 
 
 def arrow():

@@ -69,8 +69,8 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
         raise ShardError(f"{path}: holds no tokens; remove it")
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
     if vocab_size is not None and int(tokens.max()) >= vocab_size:
-        raise ShardError(f"{path}: token id {int(tokens.max())} is outside the vocabulary of {vocab_size}; "
-                         "the shard was made with another tokeniser: choose the preset that fits it")
+        raise ShardError(f"{path}: token id {int(tokens.max())} is outside the vocabulary of {vocab_size}; if it is not "
+                         f"damaged, train with the preset that fits it or --vocab_size {int(tokens.max()) + 1}")
     return tokens
 
 
@@ -90,8 +90,8 @@ def shards_in(folder: str, split: str) -> list[Path]:
     """As `find_shards`; ShardError if there are none or the folder's name is empty."""
     paths = find_shards(Path(folder), split) if folder else []
     if not paths:
-        raise ShardError(f"no {split} shards (*{split}_*.bin) in {folder or 'an unset DATA_PATH'}; set DATA_PATH to a folder of "
-                         "token shards, or train the small model on the embedded corpus with --preset cpu")
+        raise ShardError(f"no {split} shards (*{split}_*.bin) in {folder or 'an unset DATA_PATH'}; set DATA_PATH to a folder that "
+                         "python -m data.fineweb or data.text has filled, or train on the embedded corpus with --preset cpu")
     return paths
 
 

@@ -161,7 +161,7 @@ def parse_arguments() -> argparse.Namespace:
     which.add_argument("--bytes", action="store_true", help="a token is a byte (256 starts a document); needs no vocabulary")
     which.add_argument("--vocabulary", type=Path, metavar="FILE",
                        help="ranks, a `base64-token rank` a line, in place of GPT-2's, which tiktoken fetches once")
-    option("--format", choices=["text", "jsonl", "parquet"], help="of every INPUT (default: by its name; text for -)")
+    option("--format", choices=["text", "jsonl", "parquet"], help="of every file, whatever its name (default: by its name; text for -)")
     option("--split", choices=list(SEPARATORS), default="file",
            help="what ends a document in plain text: the file (default), a line break, blank lines, a NUL byte")
     option("--field", default="text", help="field or column that holds the text in .jsonl and .parquet (default: text)")

@@ -6,6 +6,8 @@ what the bytes encode to; decoding gives back exactly those bytes.
 import base64
 import functools
 import re
+from multiprocessing import TimeoutError
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ import numpy as np
 from data.errors import DataError
 
 MAX_SIZE = 65536
+FETCH_SECONDS = 60  # for the 1.5 MB of GPT-2's vocabulary
 # tiktoken's regular expression overflows its stack on about a million characters of white space before other text.
 # White space as its engine sees it: Python's \s also holds the separators 1c to 1f.
 LONG_SPACE = re.compile(r"(?<![^\S\x1c-\x1f])[^\S\x1c-\x1f]{100000,}")
@@ -76,11 +79,13 @@ def load_vocabulary(choice: str | Path) -> Bytes | BytePairs:
         return BytePairs(tiktoken.Encoding(choice.name, pat_str=r50k_pat_str, mergeable_ranks=ranks,
                                            special_tokens={"<|endoftext|>": len(ranks)}))
     try:
-        return BytePairs(tiktoken.get_encoding("gpt2"))
-    except (OSError, ValueError) as error:  # no network (requests' errors are OSErrors), or a damaged download
-        raise DataError(f"tiktoken could not fetch GPT-2's vocabulary ({type(error).__name__}): give it as a file of ranks "
-                        "with --vocabulary FILE, or copy tiktoken's cache from a machine with a network and point "
-                        "TIKTOKEN_CACHE_DIR to it")
+        with ThreadPool(1) as pool:  # tiktoken itself would wait for ever for a network that does not answer
+            return BytePairs(pool.apply_async(tiktoken.get_encoding, ["gpt2"]).get(FETCH_SECONDS))
+    except (OSError, ValueError, TimeoutError) as error:  # requests' errors are OSErrors; a damaged download is a ValueError
+        raise DataError(f"tiktoken could not fetch GPT-2's vocabulary ({type(error).__name__}). Where there is a network run "
+                        "`TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'`, copy the "
+                        "folder gpt2 to this machine and set TIKTOKEN_CACHE_DIR to it; or give a file of ranks with "
+                        "--vocabulary FILE")
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:

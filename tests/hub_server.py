@@ -33,7 +33,7 @@ class HubServer(ThreadingHTTPServer):
         self.store = f"http://localhost:{self.server_port}/store"
 
     def __enter__(self) -> "HubServer":
-        threading.Thread(target=self.serve_forever, daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
         return self
 
     def __exit__(self, *_) -> None:

@@ -1,4 +1,5 @@
 """The loader: order against a plain reference, each token at most once, no dependence on ranks or timing, too little data."""
+import re
 import time
 import tracemalloc
 from dataclasses import replace
@@ -10,7 +11,9 @@ import torch
 from conftest import write_documents
 
 import train_gpt
+from data import packing
 from data.packing import cut_documents, pack
+from data.peek import SCHEDULES
 from data.shards import find_shards, open_shard, write_shard
 
 CPU = torch.device("cpu")
@@ -48,6 +51,7 @@ def test_order_is_that_of_the_reference(config):
     config = replace(config, keep_tails=False, epochs=3, steps=15)
     plan = loader(config)
     expected = reference(config)
+    most: dict[int, int] = {}
     for index in range(len(plan.schedule)):
         for batch in plan.batches(index):
             tokens, targets, begins = next(expected)
@@ -55,7 +59,9 @@ def test_order_is_that_of_the_reference(config):
             ends = batch.boundaries.tolist()
             assert ends[:len(begins)] == begins and set(ends[len(begins):]) == {len(tokens)}
             assert np.diff(ends).max() <= batch.max_length
-    assert plan.epochs > 1
+            size = len(tokens) * config.micro_batches
+            most[size] = max(most.get(size, 0), len(begins))
+    assert plan.epochs > 1 and plan.most == most                         # the bound on sequences is exact
 
 
 @pytest.mark.parametrize("keep_tails", [False, True])
@@ -74,15 +80,16 @@ def test_each_token_at_most_once_an_epoch(tmp_path, config, keep_tails):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_order_does_not_depend_on_ranks(config, ranks):
+    """Nor on the seed, which decides the weights alone: the stream of tokens is fixed."""
     alone = loader(config)
-    shares = [loader(config, rank, ranks) for rank in range(ranks)]
+    shares = [loader(replace(config, seed=10 + rank), rank, ranks) for rank in range(ranks)]
     for index in range(len(alone.schedule)):
         together = [batch for share in shares for batch in share.batches(index)]
         for a, b in zip(alone.batches(index), together, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(a[:3], b[:3])) and a.max_length == b.max_length
 
 
-def test_order_does_not_depend_on_timing(config):
+def test_order_does_not_depend_on_timing_or_a_restart(config):
     plan = loader(config)
     n = len(plan.schedule)
     fast = list(plan.prefetch(0, n))
@@ -91,9 +98,18 @@ def test_order_does_not_depend_on_timing(config):
     for batches in plan.prefetch(0, n):
         time.sleep(0.005)
         slow.append(batches)
-    late = list(plan.prefetch(3, n))                                     # from the middle: a step's data is its number's
+    late = list(loader(config).prefetch(3, n))                           # from the middle: a step's data is its number's
     for a, b in zip(fast[3:] + fast, late + slow, strict=True):
         assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p[:3], q[:3]))
+
+
+def test_a_shard_change_costs_no_step(config, monkeypatch):
+    """Every shard was read for the plan: nothing is opened, searched or cut while steps run."""
+    plan = loader(config)
+    for name in ("open_shard", "document_starts", "cut_documents"):
+        monkeypatch.delattr(packing, name)
+    assert len(list(plan.prefetch(0, len(plan.schedule)))) == len(plan.schedule)
+    assert len({shard for step in plan.plan for spans in step for shard, _, _ in spans}) > 1
 
 
 def test_an_error_in_the_thread_reaches_the_step(config):
@@ -116,11 +132,24 @@ def test_validation_scores_every_token_once(config):
 def test_too_few_tokens(tmp_path, config):
     write_documents(tmp_path, {"train_000000": [100] * 60, "val_000000": [300] * 10})
     config = replace(config, data_path=str(tmp_path))
-    with pytest.raises(train_gpt.UserError, match=r"1 training shards with 6,000 tokens last for \d of 8 steps; .*--epochs 2"):
+    with pytest.raises(train_gpt.UserError, match=r"1 training shards with 6,000 tokens last for 3 of 8 steps; add shards") as error:
         loader(config)
-    assert 2 < loader(replace(config, epochs=9)).epochs < 4
+    advice = {name: int(value) for name, value in re.findall(r"--(\w+) (\d+)", str(error.value))}
+    assert advice == {"epochs": 5, "steps": 3}
+    assert 2 < loader(replace(config, epochs=5)).epochs < 5
+    write_documents(tmp_path, {"train_000000": [10]})
+    with pytest.raises(train_gpt.UserError, match="last for 0 of 8 steps; .*--epochs 1844 "):
+        loader(config)
     with pytest.raises(train_gpt.UserError, match="3,000 validation tokens, --val_tokens 9000"):
         train_gpt.validation_batches(replace(config, val_tokens=9000))
+
+
+@pytest.mark.parametrize("preset", train_gpt.PRESETS)
+def test_peek_knows_the_schedules(preset):
+    config, wanted = train_gpt.PRESETS[preset], {}
+    for step in train_gpt.Schedule(config):
+        wanted[step.sequence_length] = wanted.get(step.sequence_length, 0) + step.batch_tokens
+    assert SCHEDULES[config.document_start][preset] == pytest.approx(wanted, rel=0.002)
 
 
 def test_cut_documents():

@@ -62,7 +62,7 @@ def test_a_second_run_keeps_the_sources_once(tmp_path, shards):
 
 
 def test_no_shards(tmp_path):
-    refused(command(*SHORT, DATA_PATH=str(tmp_path)), str(tmp_path), "no train shards", "set DATA_PATH")
+    refused(command(*SHORT, DATA_PATH=str(tmp_path)), str(tmp_path), "no train shards", "set DATA_PATH", "python -m data.fineweb")
     refused(command("--preset", "corpus"), "an unset DATA_PATH", "--preset cpu")
 
 
@@ -71,8 +71,8 @@ def test_no_shards(tmp_path):
     (lambda data: b"\x7fELF" + data[4:], ["not a token shard", "magic 20240520"]),
     (lambda data: b"", ["not a token shard", "an empty file"]),
     (lambda data: data[:4] + b"\x07" + data[5:], ["shard version 7"]),
-    (lambda data: data[:HEADER_BYTES] + b"\xff\xff" + data[HEADER_BYTES + 2:], ["token id 65535", "vocabulary of 257"]),
-    (lambda data: data[:HEADER_BYTES] + b"a\x00" * ((len(data) - HEADER_BYTES) // 2), ["no document starts with token 256"]),
+    (lambda data: data[:HEADER_BYTES] + b"\xff\xff" + data[HEADER_BYTES + 2:], ["token id 65535", "vocabulary of 257", "--vocab_size 65536"]),
+    (lambda data: data[:HEADER_BYTES] + b"a\x00" * ((len(data) - HEADER_BYTES) // 2), ["no document starts with token 256", "--vocab_size 98"]),
 ], ids=["truncated", "foreign", "empty", "version", "vocabulary", "no documents"])
 def test_bad_shard(tmp_path, damage, parts):
     write_documents(tmp_path, {"train_000000": [100] * 300, "val_000000": [300] * 10})
@@ -83,7 +83,9 @@ def test_bad_shard(tmp_path, damage, parts):
 
 def test_too_few_tokens(tmp_path):
     write_documents(tmp_path, {"train_000000": [100] * 60, "val_000000": [300] * 10})
-    refused(command(*SHORT, DATA_PATH=str(tmp_path)), "6,000 tokens last for", "--epochs 2")
+    refused(command(*SHORT, DATA_PATH=str(tmp_path)), "6,000 tokens last for", "python -m data.fineweb", "--epochs 5")
+    result = command(*SHORT, "--epochs", "5", "--write_log", "false", DATA_PATH=str(tmp_path))
+    assert re.search(r"data: the schedule takes \d\.\d\d epochs of 1 shards; tokens repeat after the first", result.stdout), result.stderr
 
 
 @pytest.mark.parametrize("arguments, parts", [
@@ -185,13 +187,14 @@ def test_the_preset_for_a_laptop(tmp_path):
     assert "bits per byte" in result.stdout
 
 
-def test_a_machine_with_a_gpu_fetches_fineweb(tmp_path):
+@pytest.mark.parametrize("arguments", [[], ["--preset", "speedrun"]])
+def test_a_machine_with_a_gpu_fetches_fineweb(tmp_path, arguments):
     """With no shards and no network: `run.sh` says what it fetches, the fetch says in a line what to do, nothing trains."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA_PATH": str(tmp_path / "shards"), "HF_ENDPOINT": "http://127.0.0.1:9",
                  "HF_HOME": str(tmp_path)}
-    result = subprocess.run(["./run.sh"], cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=120)
+    result = subprocess.run(["./run.sh", *arguments], cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=120)
     first, *_, last = result.stderr.splitlines()
     assert result.returncode == 2 and f"no shards in {tmp_path}/shards: fetching FineWeb" in first and "--preset cpu" in first
     assert "python -m data.fineweb" in last and "DATA_PATH" in last and "Traceback" not in result.stderr
