@@ -41,7 +41,7 @@ from kernels.attention import ATTENTION, choose_attention
 from kernels.coefficients import polar_express
 from kernels.fp8_linear import has_fp8
 from kernels.head_loss import head_loss, head_loss_twin
-from kernels.mlp import mlp, mlp_twin
+from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.rotary import rotary_tables, rotate
@@ -167,7 +167,7 @@ class Config:
     # Machine
     attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
-    fp8_mlp: bool = False               # with fp8: the MLPs' as well as the head's
+    fp8_mlp: bool = False               # with fp8 and fused_mlp: the MLPs' as well as the head's
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_mlp: bool = True              # MLP,
     fused_orthogonalisation: bool = True        # Newton-Schulz
@@ -407,7 +407,7 @@ class GPT(nn.Module):
         self.attention_gates = small(len(attention), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        kernels = {mlp_twin: config.fused_mlp and mlp, head_loss_twin: config.fused_loss and head_loss}
+        kernels = {mlp_twin: config.fused_mlp and has_mlp(device) and mlp, head_loss_twin: config.fused_loss and head_loss}
         self.part = compiled(config, device, embed, bigram_rows, attention_inputs, attention_output, gated_skip, mlp_input,
                              mlp_twin, head_input, head_loss_twin, kernels=kernels)
 
