@@ -41,7 +41,7 @@ from kernels.coefficients import polar_express
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
 from kernels.head_loss import head_loss, head_loss_twin
-from kernels.mlp import mlp, mlp_twin
+from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.rotary import rotary_tables, rotate
@@ -167,7 +167,7 @@ class Config:
     # Machine
     attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
-    fp8_mlp: bool = False               # with fp8: the MLPs' as well as the head's
+    fp8_mlp: bool = False               # with fp8 and fused_mlp: the MLPs' as well as the head's
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients that touch only the rows that were read,
     fused_mlp: bool = True              # MLP,
@@ -370,7 +370,8 @@ def compiled(config: Config, device: torch.device, *functions: Callable) -> dict
     if device.type != "cuda":
         return {f: f for f in functions}
     torch._dynamo.config.recompile_limit = 64               # one for each kind of layer and, at first, each batch size
-    kernels = {twin: kernel for setting, (twin, kernel) in KERNELS.items() if getattr(config, setting)}
+    kernels = {twin: kernel for setting, (twin, kernel) in KERNELS.items()
+               if getattr(config, setting) and (kernel is not mlp or has_mlp(device))}
     return {f: kernels.get(f) or (torch.compile(f) if config.compile else f) for f in functions}
 
 
