@@ -173,7 +173,7 @@ class Config:
     fused_mlp: bool = True              # MLP,
     fused_orthogonalisation: bool = True        # Newton-Schulz
     compile: bool = True                # torch.compile of the blocks, on GPUs
-    capture: bool = True                # each kind of step as one CUDA graph
+    capture: bool = True                # each kind of step as one CUDA graph; on one GPU: collectives in it are not tried yet
     write_log: bool = True              # write a run folder under `records/runs`
     save: str = ""                      # file for the trained weights, by name and unsharded
 
@@ -1041,7 +1041,7 @@ class Trainer:
         for step in self.schedule.kinds().values():
             batches = self.loader.batches(step.index)
             self.step(step, batches)
-            if self.config.capture and self.world.device.type == "cuda":
+            if self.config.capture and self.world.device.type == "cuda" and self.world.size == 1:
                 self.capture(step, batches)
                 self.step(step, batches)                                 # the first replay uploads the graph
         with torch.no_grad():

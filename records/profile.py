@@ -22,13 +22,13 @@ from data.shards import ShardError
 FAMILIES = {
     "communication": r"nccl",
     "attention": r"flash|attention|attn|fmha",
-    "orthogonalisation": r"gram|polynomial|rescale|symmetric",
-    "loss": r"cross_entropy|log_softmax|nll_loss",
+    "orthogonalisation": r"symmetric_kernel|rescale_kernel",
+    "loss": r"(loss|gradient)_kernel|log_softmax|nll_loss",
     "matmul": r"gemm|gemv|nvjet|cutlass|matmul|_mm_|product_kernel|splitk",
-    "copies": r"^mem(cpy|set)|copy|transpose|quantize|fill",
-    "embedding": r"embedding|index|scatter|gather|sort|radix|unique",
-    "optimizer": r"adam|neuron|momentum|lerp",
+    "embedding": r"add_rows|embedding|gather|scatter|index|sort|radix",
+    "optimizer": r"lerp",
     "elementwise": r"triton_|elementwise|reduce",
+    "copies": r"^mem(cpy|set)|copy|transpose|quantize|fill",
 }
 Interval = tuple[float, float]      # begin and end, microseconds
 

@@ -261,7 +261,7 @@ def test_validation_does_not_depend_on_the_chunk(config):
     for chunk in (256, 512, 4096):
         trainer = train_gpt.Trainer(replace(config, val_chunk=chunk), train_gpt.World())
         losses.append(trainer.validate(trainer.schedule.validation(0)))
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5 if torch.cuda.is_available() else 1e-6)     # bf16 there
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
