@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kernels.newton_schulz
-from kernels import coefficients, momentum, polar_error, stress
+from kernels import bench, coefficients, momentum, polar_error, stress
 from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from kernels.embedding import add_rows, add_rows_reference, embedding, embedding_twin, sort_rows
@@ -444,6 +444,16 @@ def test_polar_error_of_matrices_from_training(config, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     polar_error.main(["--draw", str(tmp_path / "polar.json"), "--figure", str(tmp_path / "polar.svg")])
     assert "interval from 0.0039, 0.0012, 0.00041" in (tmp_path / "polar.svg").read_text()
+
+
+def test_figure_of_the_benchmark(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [dict(name=name, shape=shape, flop=1e9, us=5.0, compiled_us=10.0)
+            for name in ("gram XXᵀ", "polynomial", "orthogonalise, AOL 4", "orthogonalise, plain 5")
+            for shape in ("4 × 768 × 768", "1 × 768 × 768", "4 × 3072 × 768", "1 × 4096 × 4096")]
+    bench.draw(dict(device="none", torch="0", triton="0", date="today", rows=rows), tmp_path / "figures" / "tflops.svg")
+    drawn = (tmp_path / "figures" / "tflops.svg").read_text()
+    assert all(f">{text}<" in drawn for text in ("XXᵀ, XᵀX: gram", "batch × 3072 × 768", "4096", "effective TFLOP/s"))
 
 
 def test_polar_factor_of_a_deficient_matrix():
