@@ -107,7 +107,8 @@ def draw_panel(axis, rows: list[dict], curves: list[tuple[str, str, str, str]]) 
         for (label, _, time, color), found in drawn.items():
             points = [(places[shape], found[shape]) for shape in shapes if shape in found]
             ours = time == "us"
-            axis.plot([x for x, _ in points], [y for _, y in points], color=color, linestyle="-" if ours else "--", marker="o" if ours else "s", markersize=4,
+            axis.plot([x for x, _ in points], [y for _, y in points], color=color, markersize=4,
+                      linestyle="-" if ours else "--", marker="o" if ours else "s",
                       markerfacecolor=color if ours else "white", label=None if ticks else label)
         ticks += places.values()
         labels += [shape.split(" × ")[2 if family == "1 × n × n" else 0] for shape in shapes]

@@ -145,8 +145,9 @@ def draw(report: dict, path: Path) -> None:
             for kind, color, marker in (("plain", "#0072B2", "o"), ("AOL", "#D55E00", "s")):
                 steps = [n for n, _ in rows[0]["curves"][kind]]
                 errors = np.array([[error for _, error in row["curves"][kind]] for row in rows])
-                ends = ", ".join(f"{lower:g}" for lower in sorted(set(report["lower"][kind]), reverse=True))
-                axis.plot(steps, errors.mean(0), color=color, marker=marker, markersize=3, label=f"{kind}, interval from {ends}")
+                ends = ", ".join(f"{lower:g}" for lower in sorted(set(report.get("lower", {}).get(kind, [])), reverse=True))
+                axis.plot(steps, errors.mean(0), color=color, marker=marker, markersize=3,
+                          label=f"{kind}, interval from {ends}" if ends else kind)    # older reports do not say
                 if len(rows) > 1:
                     axis.fill_between(steps, errors.min(0), errors.max(0), color=color, alpha=0.2, linewidth=0)
             axis.set(title=title if len(rows) == 1 else f"{title} ({len(rows)})", yscale="log", xticks=steps)
