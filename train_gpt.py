@@ -37,7 +37,7 @@ from data.packing import ShardedText, cut_documents, pack
 from data.shards import ShardError, document_starts, open_shard, shards_in
 from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
-from kernels.coefficients import polar_express
+from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
 from kernels.head_loss import head_loss, head_loss_twin
@@ -625,8 +625,8 @@ class Shard:
             self.matrix_lr = torch.ones(padded, device=device)
             self.matrix_lr[:len(group.matrix_lr)] = torch.tensor(group.matrix_lr)
             self.parts = self.matrix_parts(n, unit)
-            # After AOL singular values start 3 to 8 times as high, so that its interval may.
-            self.triples = polar_express(config.polar_steps, lower=7e-3 if config.aol else 1e-3)
+            self.normalisation = "aol" if config.aol else "frobenius"
+            self.triples = polar_express(config.polar_steps, lower_end(self.normalisation, config.polar_steps))
 
     def matrix_parts(self, n: int, unit: torch.Size) -> list[tuple[slice, torch.Size, Tensor]]:
         """This rank's matrices by kind, stacks of squares apart: which, as what shape (-1, rows, columns), their rates."""
@@ -648,7 +648,7 @@ class Shard:
             weight, grad, momentum = (x[mine].view(shape) for x in (self.weight, self.grad, self.momentum))
             lost_bits = None if self.lost_bits is None else self.lost_bits[mine].view(shape)
             direction = part[nesterov_momentum](grad, momentum, momentum_beta, healthy)
-            direction = part[newton_schulz_reference](direction, self.triples, "aol" if config.aol else "frobenius")
+            direction = part[newton_schulz_reference](direction, self.triples, self.normalisation)
             part[neuron_update](weight, lost_bits, direction, self.second[mine].view(-1, shape[1], 1), healthy,
                                 lr * group.lr * matrix_lr, decay, group.betas[1], config.neuron_norm, config.cautious)
 

@@ -86,10 +86,38 @@ def line(row: dict) -> str:
     return text
 
 
-def curve(rows: list[dict], start: str, compiled: bool = False) -> dict[str, float]:
-    """Shape -> effective TFLOP/s of the cases whose name starts so: of the kernel, or of what it is compared with."""
-    time = "compiled_us" if compiled else "us"
-    return {row["shape"]: row["flop"] / row[time] / 1e6 for row in rows if row["name"].startswith(start)}
+def families(rows: list[dict]) -> dict[str, list[str]]:
+    """The shapes of (batch × rows × columns) in rows that are measured in steps of one thing: family -> shapes by size."""
+    flop: dict[str, dict[str, float]] = {"batch × 768 × 768": {}, "batch × 3072 × 768": {}, "1 × n × n": {}}
+    for row in rows:
+        batch, m, n = row["shape"].split(" × ")
+        family = f"batch × {m} × {n}"
+        flop[family if family in flop else "1 × n × n"][row["shape"]] = row["flop"]
+    return {family: sorted(sizes, key=sizes.get) for family, sizes in flop.items()}
+
+
+def draw_panel(axis, rows: list[dict], curves: list[tuple[str, str, str, str]]) -> None:
+    """Effective TFLOP/s of `curves` (legend, start of the cases' names, which time, colour), each family of shapes a line."""
+    drawn = {curve: {row["shape"]: row["flop"] / row[curve[2]] / 1e6 for row in rows if row["name"].startswith(curve[1])}
+             for curve in curves}
+    ticks, labels = [], []
+    for family, shapes in families([row for row in rows if row["name"].startswith(curves[0][1])]).items():
+        start, space = ticks[-1] + 1.6 if ticks else 0, 1.4 if family == "1 × n × n" else 1
+        places = {shape: start + space * i for i, shape in enumerate(shapes)}
+        for (label, _, time, color), found in drawn.items():
+            points = [(places[shape], found[shape]) for shape in shapes if shape in found]
+            ours = time == "us"
+            axis.plot([x for x, _ in points], [y for _, y in points], color=color, markersize=4,
+                      linestyle="-" if ours else "--", marker="o" if ours else "s",
+                      markerfacecolor=color if ours else "white", label=None if ticks else label)
+        ticks += places.values()
+        labels += [shape.split(" × ")[2 if family == "1 × n × n" else 0] for shape in shapes]
+        axis.text(start + space * (len(shapes) - 1) / 2, -0.1, family, transform=axis.get_xaxis_transform(), ha="center", va="top")
+    axis.axhline(CEILING / 1e12, color="#1a1b1e", linewidth=1, linestyle=":")
+    axis.text(ticks[0], CEILING / 1e12 + 10, f"torch, one product of 8192³: {CEILING / 1e12:.0f}", va="bottom")
+    axis.set_xticks(ticks, labels)
+    axis.grid(axis="y", alpha=0.25)
+    axis.legend(frameon=False, loc="upper left")
 
 
 def draw(report: dict, path: Path) -> None:
@@ -97,32 +125,22 @@ def draw(report: dict, path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "kernels"})
-    rows = report["rows"]
-    panels = {
-        "products, textbook 2mnk": [("gram", "gram", False), ("gram, compiled", "gram", True),
-                                    ("polynomial", "polynomial", False), ("polynomial, compiled", "polynomial", True)],
-        "orthogonalisation, each with the FLOP of its own steps": [
-            ("AOL 4", "orthogonalise, AOL 4", False), ("plain 5", "orthogonalise, plain 5", False),
-            ("plain 5, compiled", "orthogonalise, plain 5", True)]}
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, constrained_layout=True)
-    for axis, (title, curves) in zip(axes, panels.items()):
-        drawn = {label: curve(rows, start, compiled) for label, start, compiled in curves}
-        flop = {row["shape"]: row["flop"] for row in rows for _, start, _ in curves[:1] if row["name"].startswith(start)}
-        shapes = sorted(flop, key=flop.get)
-        for (label, found), color in zip(drawn.items(), ("#0072B2", "#56B4E9", "#D55E00", "#E69F00")):
-            known = [shape for shape in shapes if shape in found]
-            axis.plot([shapes.index(s) for s in known], [found[s] for s in known], color=color, markersize=4, label=label,
-                      marker="s" if "compiled" in label else "o", linestyle="--" if "compiled" in label else "-")
-        axis.axhline(CEILING / 1e12, color="#1a1b1e", linewidth=1, linestyle=":", label="one product of 8192³: 790")
-        axis.set_xticks(range(len(shapes)), [s.replace(" ", "") for s in shapes], rotation=60, ha="right")
-        axis.set(title=title, ylim=(0, None))
-        axis.grid(alpha=0.25)
-        axis.legend(frameon=False)
-    axes[0].set_ylabel("effective TFLOP/s")
-    figure.suptitle(f"{report['device']}, torch {report['torch']}, triton {report['triton']}, {report['date']}")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    blue, vermilion = "#0072B2", "#D55E00"  # safe for the colour-blind
+    style = {"font.size": 9, "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False,
+             "svg.fonttype": "none", "svg.hashsalt": "kernels"}
+    with plt.rc_context(style):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, constrained_layout=True)
+        draw_panel(left, report["rows"], [
+            ("XXᵀ, XᵀX: gram", "gram", "us", blue), ("XXᵀ, XᵀX: torch", "gram", "compiled_us", blue),
+            ("bA + cAA: polynomial", "polynomial", "us", vermilion), ("bA + cAA: compiled", "polynomial", "compiled_us", vermilion)])
+        draw_panel(right, report["rows"], [
+            ("AOL 4", "orthogonalise, AOL 4", "us", vermilion), ("plain 5", "orthogonalise, plain 5", "us", blue),
+            ("plain 5, compiled", "orthogonalise, plain 5", "compiled_us", blue)])
+        left.set(title="symmetric products (2mnk FLOP)", ylabel="effective TFLOP/s", ylim=(0, 1300))
+        right.set(title="Newton–Schulz (textbook FLOP of its own steps)")
+        figure.suptitle(f"{report['device']}, torch {report['torch']}, triton {report['triton']}, {report['date']}")
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
     print(f"drew {path}")
 
 

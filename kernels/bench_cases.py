@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
-from kernels.coefficients import polar_express
+from kernels.coefficients import lower_end, polar_express
 
-PLAIN_5, AOL_4 = polar_express(5), polar_express(4, lower=7e-3)
+PLAIN_5, AOL_4, AOL_5 = polar_express(5), *(polar_express(steps, lower_end("aol", steps)) for steps in (4, 5))
 
 
 @dataclass
@@ -64,7 +64,7 @@ def last_product_unfolded(p: Tensor, x: Tensor) -> Tensor:
 
 
 def orthogonalisation_cases() -> Iterator[Case]:
-    methods = {"AOL 4": (AOL_4, "aol"), "AOL 5": (polar_express(5, lower=7e-3), "aol"), "plain 5": (PLAIN_5, "frobenius")}
+    methods = {"AOL 4": (AOL_4, "aol"), "AOL 5": (AOL_5, "aol"), "plain 5": (PLAIN_5, "frobenius")}
     record = [(4, 3072, 768), (22, 3072, 768), (16, 768, 768), (40, 768, 768), (1, 4096, 4096)]
     other = [(1, 3072, 768), (8, 3072, 768), (32, 3072, 768), (1, 768, 768), (4, 768, 768), (8, 768, 768), (32, 768, 768),
              (1, 2048, 2048), (1, 8192, 8192)]

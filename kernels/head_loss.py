@@ -1,8 +1,8 @@
 """Σ over tokens of CE(softcap(x Wᵀ), targets): head and loss in one step, with the gradient of the logits made in the forward.
 
 The logits are read twice and their gradient is written once, in FP8 with its transpose (or over the bf16 logits), where
-separate operations keep the logits for the backward pass, write a bf16 gradient, quantise and transpose it. `head_loss_twin`
-is the plain form.
+separate operations keep the logits for the backward pass, write a bf16 gradient, quantise and transpose it. One H200, 49,152
+tokens × 768 × 50,304, both ways in FP8, three targets: 13.7 ms, `head_loss_twin`, the plain form, compiled 17.9 ms (README.md).
 """
 import torch
 import torch.nn.functional as F

@@ -17,17 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.coefficients import Triple, fit, polar_error, polar_express, sample_matrices
+from kernels.coefficients import Triple, fit, lower_end, polar_error, polar_express, sample_matrices
 from kernels.newton_schulz import SAFETY, newton_schulz, newton_schulz_reference
 
 FIGURE = Path(__file__).parent / "figures" / "polar_error.svg"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LOWER = {"plain": 1e-3, "AOL": 7e-3}                   # what the optimizer uses
+NORMALISATIONS = {"plain": "frobenius", "AOL": "aol"}
+STEPS = range(2, 8)                                    # of the curves
 Method = tuple[tuple[Triple, ...], str]
 
 
 def method(name: str, steps: int, lower: float | None = None) -> Method:
-    return polar_express(steps, lower or LOWER[name]), "aol" if name == "AOL" else "frobenius"
+    """As the optimizer does it, unless another `lower` is given."""
+    return polar_express(steps, lower or lower_end(NORMALISATIONS[name], steps)), NORMALISATIONS[name]
 
 
 def synthetic(m: int) -> dict[str, Tensor]:
@@ -75,16 +77,16 @@ def distance(x: Tensor, exact: Tensor, triples: tuple[Triple, ...], normalisatio
     return ((out - exact).norm() / exact.norm().clamp(min=1e-300 if exact.any() else 1)).item(), out
 
 
-def measure(name: str, x: Tensor, methods: dict[str, Method], steps: range) -> dict:
+def measure(name: str, x: Tensor, methods: dict[str, Method]) -> dict:
     """One row: the start, each method's error and range of singular values, and the error after so many steps."""
     x = x.to(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
     exact = polar_factor(x.double())
     row = {"matrix": name, "shape": list(x.shape), "rank": round(exact.square().sum().item()),
            "start": {}, "results": {}, "curves": {}}
-    for kind in LOWER:
+    for kind in NORMALISATIONS:
         sigma = singular_values(normalised(x.double(), kind))
         row["start"][kind] = [float(f"{s:.4g}") for s in sigma]
-        row["curves"][kind] = [[n, distance(x, exact, *method(kind, n))[0]] for n in steps]
+        row["curves"][kind] = [[n, distance(x, exact, *method(kind, n))[0]] for n in STEPS]
     for label, (triples, normalisation) in methods.items():
         error, out = distance(x, exact, triples, normalisation)
         sigma = singular_values(out)
@@ -95,10 +97,10 @@ def measure(name: str, x: Tensor, methods: dict[str, Method], steps: range) -> d
 def fitted(rows: list[dict], kind: str, steps: int) -> str:
     """The interval that suits the spectra of these rows best after a normalisation, in words, against the one in use."""
     spectra = [np.array(row["start"][kind]) for row in rows]
-    lower, error = fit(spectra, steps)
-    ours, used = ([polar_error(polar_express(steps, low), sigma) for sigma in spectra] for low in (lower, LOWER[kind]))
+    (lower, error), in_use = fit(spectra, steps), lower_end(NORMALISATIONS[kind], steps)
+    ours, used = ([polar_error(polar_express(steps, low), sigma) for sigma in spectra] for low in (lower, in_use))
     return (f"{kind}, {steps} steps on {len(spectra)} real spectra: best lower {lower:.1e}, mean error of σ {error:.4f}; with "
-            f"{LOWER[kind]:.0e} {np.mean(used):.4f}; nearer on {sum(a < b for a, b in zip(ours, used))} of {len(spectra)}")
+            f"{in_use:.1e} {np.mean(used):.4f}; nearer on {sum(a < b for a, b in zip(ours, used))} of {len(spectra)}")
 
 
 def table(rows: list[dict]) -> str:
@@ -112,14 +114,16 @@ def table(rows: list[dict]) -> str:
 
 
 def panels(rows: list[dict]) -> dict[str, list[dict]]:
-    """What is drawn together: each kind of synthetic matrix alone, real ones by kind."""
+    """Title -> what is drawn together: each kind of synthetic matrix alone, real ones by kind, early and late in training."""
     groups: dict[str, list[dict]] = {}
     for row in rows:
         name = row["matrix"]
+        title = "\n".join(name.rsplit(" ", 1))
         if name.startswith("step "):
-            name = "real, MLP" if "MLP" in name else "real, Q K V O"
+            early = int(name.split()[1].strip(",")) <= 10
+            title = f"{'MLP' if 'MLP' in name else 'Q, K, V, O'} of training,\n{'first 10 steps' if early else 'later'}"
         if row["rank"] == min(row["shape"]) and " × 1e" not in name:
-            groups.setdefault(name, []).append(row)
+            groups.setdefault(title, []).append(row)
     return groups
 
 
@@ -128,27 +132,35 @@ def draw(report: dict, path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    plt.rcParams.update({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "kernels"})
+    style = {"font.size": 9, "font.family": "sans-serif", "axes.titlesize": 9, "axes.spines.top": False,
+             "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "kernels"}
     groups = panels(report["rows"])
-    figure, axes = plt.subplots(-(-len(groups) // 4), 4, figsize=(10, 2.4 * -(-len(groups) // 4)), sharex=True, sharey=True,
-                                squeeze=False, constrained_layout=True)
-    for axis in axes.flat[len(groups):]:
-        axis.set_visible(False)
-    for axis, (name, rows) in zip(axes.flat, groups.items()):
-        for kind, color, marker in (("plain", "#0072B2", "o"), ("AOL", "#D55E00", "s")):
-            steps = [n for n, _ in rows[0]["curves"][kind]]
-            errors = np.array([[error for _, error in row["curves"][kind]] for row in rows])
-            axis.plot(steps, errors.mean(0), color=color, marker=marker, markersize=3, label=f"{kind}, from {LOWER[kind]:.0e}")
-            if len(rows) > 1:
-                axis.fill_between(steps, errors.min(0), errors.max(0), color=color, alpha=0.2, linewidth=0)
-        axis.set(title=name if len(rows) == 1 else f"{name} ({len(rows)})", yscale="log")
-        axis.grid(alpha=0.25)
-    axes[0, 0].legend(frameon=False)
-    figure.supxlabel("steps")
-    figure.supylabel("relative distance to the polar factor")
-    figure.suptitle(f"{report['machine']}, {report['dtype']}, {report['date']}")
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path, metadata={"Date": None})
+    with plt.rc_context(style):
+        high = -(-len(groups) // 5)
+        figure, axes = plt.subplots(high, 5, figsize=(10, 2.5 * high + 0.5), sharex=True, sharey=True, squeeze=False,
+                                    constrained_layout=True)
+        for axis in axes.flat[len(groups):]:
+            axis.set_visible(False)
+        for axis, (title, rows) in zip(axes.flat, groups.items()):
+            for kind, color, marker in (("plain", "#0072B2", "o"), ("AOL", "#D55E00", "s")):
+                steps = [n for n, _ in rows[0]["curves"][kind]]
+                errors = np.array([[error for _, error in row["curves"][kind]] for row in rows])
+                ends = ", ".join(f"{lower:g}" for lower in sorted(set(report.get("lower", {}).get(kind, [])), reverse=True))
+                axis.plot(steps, errors.mean(0), color=color, marker=marker, markersize=3,
+                          label=f"{kind}, interval from {ends}" if ends else kind)    # older reports do not say
+                if len(rows) > 1:
+                    axis.fill_between(steps, errors.min(0), errors.max(0), color=color, alpha=0.2, linewidth=0)
+            axis.set(title=title if len(rows) == 1 else f"{title} ({len(rows)})", yscale="log", xticks=steps)
+            axis.set_yticks((0.01, 0.1, 1), ("0.01", "0.1", "1"))
+            axis.minorticks_off()
+            axis.grid(alpha=0.25)
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+        for axis in axes[-1]:
+            axis.set_xlabel("steps")
+        figure.supylabel("relative distance to the polar factor", fontsize=9)
+        figure.suptitle(f"newton_schulz on one {report['machine']}, {report['dtype']}, {report['date']}")
+        path.parent.mkdir(exist_ok=True)
+        figure.savefig(path, metadata={"Date": None})
     print(f"drew {path}")
 
 
@@ -165,13 +177,14 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     methods = {"plain 5": method("plain", 5), "AOL 4": method("AOL", 4), "AOL 5": method("AOL", 5)}
     names = {**synthetic(options.size), **(real(options.real) if options.real else {})}
-    rows = [measure(name, x, methods, range(2, 8)) for name, x in names.items()]
+    rows = [measure(name, x, methods) for name, x in names.items()]
     print(table(rows))
     of_real = [row for row in rows if row["matrix"].startswith("step ") and row["rank"]]   # MLP-in has no gradient at step 1
-    fits = [fitted(of_real, kind, steps) for kind in LOWER for steps in (4, 5, 6)] if of_real else []
+    fits = [fitted(of_real, kind, steps) for kind in NORMALISATIONS for steps in (4, 5, 6)] if of_real else []
     print("\n".join(fits))
     report = {"machine": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU", "date": date.today().isoformat(),
-              "dtype": "bfloat16" if DEVICE == "cuda" else "float32", "rows": rows, "fits": fits}
+              "dtype": "bfloat16" if DEVICE == "cuda" else "float32", "rows": rows, "fits": fits,
+              "lower": {kind: [lower_end(end, steps) for steps in STEPS] for kind, end in NORMALISATIONS.items()}}
     Path(options.out).write_text(json.dumps(report))
     return 0
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
-from kernels.coefficients import polar_express
+from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32        # the interpreter's bf16 products are wrong
-METHODS = {"plain 5": (polar_express(5), "frobenius"), "AOL 4": (polar_express(4, lower=7e-3), "aol")}
+METHODS = {"plain 5": (polar_express(5), "frobenius"), "AOL 4": (polar_express(4, lower_end("aol", 4)), "aol")}
 
 
 def random(*shape: int, dtype: torch.dtype = DTYPE) -> Tensor:

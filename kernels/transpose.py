@@ -2,7 +2,7 @@
 
 For the embedding tied to the head, which lies transposed to it, and for FP8 gradients, whose weight product
 contracts over tokens. Moves each element once each way (and once more to add). One H200, 16,384 × 50,304 in FP8:
-0.49 ms, PyTorch 5.1 ms.
+0.48 ms, compiled PyTorch 0.63 ms; adding a bf16 transpose is 5% slower than compiled (README.md).
 """
 
 import torch

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kernels.newton_schulz
-from kernels import coefficients, momentum, polar_error, stress
+from kernels import bench, coefficients, momentum, polar_error, stress
 from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from kernels.embedding import add_rows, add_rows_reference, embedding, embedding_twin, sort_rows
@@ -72,6 +72,14 @@ def test_coefficients_refuse_impossible_settings():
             coefficients.polar_express(**wrong)
 
 
+def test_coefficients_begin_where_spectra_do():
+    assert polar_express(5, coefficients.lower_end("frobenius", 5)) == polar_express(5)
+    ends = [coefficients.lower_end("aol", steps) for steps in (1, 4, 5, 6, 9)]
+    assert ends[0] == ends[1] > ends[2] > ends[3] == ends[4] > 0
+    with pytest.raises(ValueError, match="one of frobenius, aol"):
+        coefficients.lower_end("spectral", 5)
+
+
 def test_coefficients_fitted_after_aol_need_one_step_less():
     gaussian = torch.randn(192, 192, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     row_sums = (gaussian @ gaussian.T).abs().sum(-1, keepdim=True)
@@ -121,7 +129,7 @@ def test_products_refuse_what_they_cannot_do():
     assert newton_schulz(x[:0]).shape == (0, 8, 6)
 
 
-METHODS = [("frobenius", polar_express(5)), ("aol", polar_express(4, lower=7e-3))]
+METHODS = [("frobenius", polar_express(5)), ("aol", polar_express(4, coefficients.lower_end("aol", 4)))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[-1:])
@@ -433,6 +441,19 @@ def test_polar_error_of_matrices_from_training(config, tmp_path, capsys):
     polar_error.main(["--size", "24", "--real", str(tmp_path / "momentum.pt"), "--out", str(tmp_path / "polar.json")])
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("| step ") for line in lines) == 16 and lines[-1].startswith("AOL, 6 steps on")
+    pytest.importorskip("matplotlib")
+    polar_error.main(["--draw", str(tmp_path / "polar.json"), "--figure", str(tmp_path / "polar.svg")])
+    assert "interval from 0.0039, 0.0012, 0.00041" in (tmp_path / "polar.svg").read_text()
+
+
+def test_figure_of_the_benchmark(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [dict(name=name, shape=shape, flop=1e9, us=5.0, compiled_us=10.0)
+            for name in ("gram XXᵀ", "polynomial", "orthogonalise, AOL 4", "orthogonalise, plain 5")
+            for shape in ("4 × 768 × 768", "1 × 768 × 768", "4 × 3072 × 768", "1 × 4096 × 4096")]
+    bench.draw(dict(device="none", torch="0", triton="0", date="today", rows=rows), tmp_path / "figures" / "tflops.svg")
+    drawn = (tmp_path / "figures" / "tflops.svg").read_text()
+    assert all(f">{text}<" in drawn for text in ("XXᵀ, XᵀX: gram", "batch × 3072 × 768", "4096", "effective TFLOP/s"))
 
 
 def test_polar_factor_of_a_deficient_matrix():
