@@ -169,7 +169,7 @@ class Config:
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = False               # with fp8 and fused_mlp: the MLPs' as well as the head's
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
-    fused_embedding: bool = True        # tables' gradients that touch only the rows that were read,
+    fused_embedding: bool = False       # tables' gradients for only the rows read (off until it is measured on a GPU),
     fused_mlp: bool = True              # MLP,
     fused_orthogonalisation: bool = True        # Newton-Schulz
     compile: bool = True                # torch.compile of the blocks, on GPUs

@@ -200,7 +200,7 @@ def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting, monkeypa
     """And a device without CUDA runs twins whatever is on."""
     monkeypatch.setattr(train_gpt, "has_mlp", lambda device: True)
     twins = [twin for twin, _ in train_gpt.KERNELS.values()]
-    config = replace(config, compile=False, **{setting: False})
+    config = replace(config, compile=False, **{name: name != setting for name in train_gpt.KERNELS})
     expected = {twin: twin if name == setting else kernel for name, (twin, kernel) in train_gpt.KERNELS.items()}
     assert train_gpt.compiled(config, torch.device("cuda"), *twins) == expected
     assert train_gpt.compiled(config, torch.device("cpu"), *twins) == {twin: twin for twin in twins}
