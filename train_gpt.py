@@ -38,7 +38,7 @@ from data.shards import ShardError, document_starts, open_shard, shards_in
 from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
 from kernels.coefficients import polar_express
-from kernels.embedding import embedding, embedding_twin, sort_rows
+from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
 from kernels.head_loss import head_loss, head_loss_twin
 from kernels.mlp import has_mlp, mlp, mlp_twin
@@ -461,12 +461,13 @@ class GPT(nn.Module):
         bigram_scales, value_gates = self.bigram_scalars.unbind(), self.value_gates.unbind()
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
 
-        by_token = sort_rows(batch.tokens)                               # for the gradients of all tables of tokens
+        sort = sort_rows if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted     # else nothing reads the order
+        by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
         x = run[embed](run[embedding_twin](self.head if step.tied else self.embedding, by_token), is_start, self.smear_gate, smear)
         bigram = None
         if self.bigram_table is not None:
             index = run[bigram_index](batch.tokens, is_start, len(self.bigram_table))
-            bigram = run[embedding_twin](self.bigram_table, sort_rows(index))
+            bigram = run[embedding_twin](self.bigram_table, sort(index))
         outputs: list[Tensor] = []
         for i, layer in enumerate(config.layers):
             update = None
