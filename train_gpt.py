@@ -38,7 +38,7 @@ from data.shards import ShardError, document_starts, open_shard, shards_in
 from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
 from kernels.coefficients import lower_end, polar_express
-from kernels.embedding import embedding, embedding_twin, sort_rows
+from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
 from kernels.head_loss import head_loss, head_loss_twin
 from kernels.mlp import has_mlp, mlp, mlp_twin
@@ -169,7 +169,7 @@ class Config:
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = False               # with fp8 and fused_mlp: the MLPs' as well as the head's
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
-    fused_embedding: bool = True        # tables' gradients that touch only the rows that were read,
+    fused_embedding: bool = False       # tables' gradients for only the rows read (off until it is measured on a GPU),
     fused_mlp: bool = True              # MLP,
     fused_orthogonalisation: bool = True        # Newton-Schulz
     compile: bool = True                # torch.compile of the blocks, on GPUs
@@ -461,12 +461,13 @@ class GPT(nn.Module):
         bigram_scales, value_gates = self.bigram_scalars.unbind(), self.value_gates.unbind()
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
 
-        by_token = sort_rows(batch.tokens)                               # for the gradients of all tables of tokens
+        sort = sort_rows if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
+        by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
         x = run[embed](run[embedding_twin](self.head if step.tied else self.embedding, by_token), is_start, self.smear_gate, smear)
         bigram = None
         if self.bigram_table is not None:
             index = run[bigram_index](batch.tokens, is_start, len(self.bigram_table))
-            bigram = run[embedding_twin](self.bigram_table, sort_rows(index))
+            bigram = run[embedding_twin](self.bigram_table, sort(index))
         outputs: list[Tensor] = []
         for i, layer in enumerate(config.layers):
             update = None

@@ -183,8 +183,8 @@ def embedding_cases(width: int = 768) -> Iterator[Case]:
         index = (rows ** torch.rand(tokens, device="cuda")).long() - 1          # the k-th row about as often as 1/k, as words are
         return random(rows, width), random(tokens, width), index
 
-    def kernel(out: Tensor, grad: Tensor, index: Tensor) -> Tensor:
-        return embedding.add_rows(out, grad, *embedding.sort_rows(index)[1:])
+    def kernel(out: Tensor, grad: Tensor, index: Tensor, tuned: tuple = embedding.CONFIGS[0]) -> Tensor:
+        return embedding.add_rows(out, grad, *embedding.sort_rows(index)[1:], tuned)
 
     def dense(out: Tensor, grad: Tensor, index: Tensor) -> Tensor:
         return out.add_(torch.ops.aten.embedding_dense_backward(grad, index, len(out), -1, False))
@@ -192,7 +192,7 @@ def embedding_cases(width: int = 768) -> Iterator[Case]:
     for tokens in (16384, 49152):
         for rows in (50304, 377280):
             yield Case("embedding's gradient, with the sort", f"{tokens} of {rows} × {width}", partial(inputs, rows, tokens),
-                       kernel, dense, 0.0, 6.0 * tokens * width)
+                       kernel, dense, 0.0, 6.0 * tokens * width, configs=embedding.CONFIGS)
 
 
 def moving_cases() -> Iterator[Case]:

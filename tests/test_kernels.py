@@ -403,15 +403,40 @@ def test_embedding_adds_only_to_the_rows_it_read(n, count, width):
     assert torch.equal(results[1][untouched], old[untouched])
 
 
-def test_add_rows_against_its_twin_and_with_strides():
-    index = torch.randint(9, (100,), device=DEVICE)
-    grad = random(100, 64)[:, :32]
-    outs = [torch.ones(9, 48, device=DEVICE, dtype=grad.dtype)[:, 16:] for _ in range(2)]
-    for function, out in zip((add_rows, add_rows_reference), outs):
-        function(out, grad, *sort_rows(index)[1:])
-    assert error(outs[0], outs[1].double()) < 1e-2 if DEVICE == "cuda" else error(outs[0], outs[1].double()) < 1e-3
-    with pytest.raises(ValueError, match="grad must be"):
-        add_rows(outs[0], grad[:5], *sort_rows(index)[1:])
+RUNS = {  # how often each row of a table occurs, in blocks of 16 positions
+    "nothing": [0, 0, 0], "one position": [0, 1, 0], "all distinct": [1] * 50, "one run": [0, 101],
+    "a run over several blocks, and short ones": [3, 0, 150, 1, 9, 2, 40, 5], "to the edges of blocks": [16, 32, 0, 48, 4, 12, 7, 9],
+    "across each edge": [15, 2, 14, 2, 15, 2, 30], "into a second block": [13, 4], "many in one block": [2, 0, 3, 1, 4, 5]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("runs", RUNS.values(), ids=RUNS)
+def test_add_rows_wherever_a_run_starts_and_ends(runs, dtype):
+    count, width = len(runs), 21
+    index = torch.arange(count, device=DEVICE).repeat_interleave(torch.tensor(runs, device=DEVICE))
+    index = index[torch.randperm(len(index), device=DEVICE)]
+    order, grad = sort_rows(index)[1:], random(len(index), 40, dtype=dtype)[:, 3:3 + width]
+    for out_dtype in {dtype, torch.float32}:
+        old, results = random(count, 48, dtype=out_dtype), []
+        for function in (add_rows, add_rows, add_rows_reference):
+            new = old.clone()
+            function(new[:, 16:16 + width], grad, *order, **({"tuned": (16, 16, 2, 1)} if function is add_rows else {}))
+            results.append(new)
+        exact = old.double()
+        exact[:, 16:16 + width].index_add_(0, index, grad.double())
+        assert_as_exact_as_pytorch(results[0], results[2], exact)
+        assert torch.equal(results[0], results[1])
+        unread = (torch.tensor(runs, device=DEVICE) == 0)[:, None] | (torch.arange(48, device=DEVICE) - 16 - width // 2).abs().gt(width // 2)
+        assert torch.equal(results[0][unread], old[unread])
+
+
+def test_add_rows_refuses_what_it_cannot_do():
+    out, grad, order = random(9, 32), random(100, 32), sort_rows(torch.randint(9, (100,), device=DEVICE))[1:]
+    for name, call in (("grad", lambda: add_rows(out, grad[:5], *order)), ("grad", lambda: add_rows(out, grad.double(), *order)),
+                       ("out", lambda: add_rows(out.mT, grad, *order)), ("rows", lambda: add_rows(out, grad, order[0], order[1][:5])),
+                       ("out", lambda: add_rows(out[:1].expand(2 ** 30 + 1, 32), grad, *order))):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            call()
 
 
 def test_stress_finds_what_is_wrong(monkeypatch):

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import train_gpt
 from kernels import fp8_linear
 from kernels.attention import ATTENTION, choose_attention
+from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.rotary import rotary_tables, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -200,10 +201,30 @@ def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting, monkeypa
     """And a device without CUDA runs twins whatever is on."""
     monkeypatch.setattr(train_gpt, "has_mlp", lambda device: True)
     twins = [twin for twin, _ in train_gpt.KERNELS.values()]
-    config = replace(config, compile=False, **{setting: False})
+    config = replace(config, compile=False, **{name: name != setting for name in train_gpt.KERNELS})
     expected = {twin: twin if name == setting else kernel for name, (twin, kernel) in train_gpt.KERNELS.items()}
     assert train_gpt.compiled(config, torch.device("cuda"), *twins) == expected
     assert train_gpt.compiled(config, torch.device("cpu"), *twins) == {twin: twin for twin in twins}
+
+
+def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatch):
+    """And with that kernel the tables' gradients are their twin's."""
+    sorts, gradients, model = [], [], trainer.model
+    monkeypatch.setattr(train_gpt, "sort_rows", lambda index: sorts.append(index) or sort_rows(index))
+    awake(model)
+    step = trainer.schedule.at(0)
+    batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
+    for lookup, count in ((embedding_twin, 0), (embedding, 2)):
+        model.part = model.part | {embedding_twin: lookup}
+        with torch.no_grad():
+            model(batch, step)
+        assert not sorts
+        model.zero_grad(set_to_none=False)
+        model(batch, step)[0].backward()
+        assert len(sorts) == count
+        gradients.append([table.grad.clone() for table in (model.head, model.bigram_table, *model.value_tables)])
+    for twin, kernel in zip(*gradients):
+        assert (kernel - twin).norm() < (1e-5 if DEVICE.type == "cpu" else 1e-2) * twin.norm()
 
 
 SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "skip", "backout", "late_input", "yarn", "neuron_norm",
