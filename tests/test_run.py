@@ -146,7 +146,7 @@ def test_a_full_disk(shards, tmp_path, monkeypatch):
 
 
 def test_interrupt_leaves_a_complete_log(tmp_path, shards):
-    process = subprocess.Popen([sys.executable, "train_gpt.py", *SHORT, "--steps", "3000", "--epochs", "10000"], cwd=ROOT,
+    process = subprocess.Popen([sys.executable, "train_gpt.py", *SHORT, "--steps", "600", "--epochs", "2000"], cwd=ROOT,
                                env=environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)), stderr=subprocess.PIPE, text=True)
     deadline = time.time() + 60
     while time.time() < deadline and not any('"step"' in log.read_text() for log in tmp_path.glob("2*/log.jsonl")):
