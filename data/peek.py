@@ -26,7 +26,7 @@ TEXT_LENGTH = 400  # characters shown of a document
 SCHEDULES = {
     50256: {preset: {896: steps * 131_072 // 3, 2048: steps * (262_144 + 393_216) // 3 + 15 * 393_216}
             for preset, steps in {"speedrun": 1270, "corpus": 690}.items()},
-    256: {"cpu": {256: 80 * 2048, 512: 80 * 3072 + 90 * 4096}},
+    256: {"cpu": {256: 50 * 2048, 512: 50 * 3072 + 60 * 4096}},
 }
 
 
