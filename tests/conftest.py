@@ -1,5 +1,6 @@
 """What the tests share: a tiny configuration with every part of the big model, token shards of made-up bytes, launchers."""
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a background job ignores Ctrl-C, and so would what it tests
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"            # read when Triton is imported: its kernels then run on the CPU
 
