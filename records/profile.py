@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import train_gpt
+from data.loader import pinned
 from data.shards import ShardError
 
 # The family of a kernel is the first whose pattern its name has.
@@ -25,7 +26,7 @@ FAMILIES = {
     "orthogonalisation": r"symmetric_kernel|rescale_kernel",
     "loss": r"(loss|gradient)_kernel|log_softmax|nll_loss",
     "matmul": r"gemm|gemv|nvjet|cutlass|matmul|_mm_|product_kernel|splitk",
-    "embedding": r"add_rows|embedding|gather|scatter|index|sort|radix",
+    "embedding": r"add_(blocks|crossing)|embedding|gather|scatter|index|sort|radix",
     "optimizer": r"lerp",
     "elementwise": r"triton_|elementwise|reduce",
     "copies": r"^mem(cpy|set)|copy|transpose|quantize|fill",
@@ -86,7 +87,7 @@ def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, 
     device, columns = trainer.world.device, {}
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     for i, step in enumerate(tqdm(trainer.schedule.kinds().values(), unit="kind", disable=trainer.world.rank > 0)):
-        batches = [train_gpt.pinned(batch, device) for batch in trainer.loader.batches(step.index)]
+        batches = [pinned(batch, device) for batch in trainer.loader.batches(step.index)]
         for _ in range(2):
             trainer.step(step, batches)
         trainer.world.wait_for_all()

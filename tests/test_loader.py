@@ -12,15 +12,16 @@ from conftest import write_documents
 
 import train_gpt
 from data import packing
+from data.loader import Loader, validation_batches
 from data.packing import cut_documents, pack
 from data.peek import SCHEDULES
-from data.shards import find_shards, open_shard, write_shard
+from data.shards import ShardError, find_shards, open_shard, write_shard
 
 CPU = torch.device("cpu")
 
 
-def loader(config, rank=0, size=1) -> train_gpt.Loader:
-    return train_gpt.Loader(config, train_gpt.Schedule(config), SimpleNamespace(rank=rank, size=size, device=CPU))
+def loader(config, rank=0, size=1) -> Loader:
+    return Loader(config, train_gpt.Schedule(config), SimpleNamespace(rank=rank, size=size, device=CPU))
 
 
 def reference(config):
@@ -123,7 +124,7 @@ def test_validation_scores_every_token_once(config):
     text = open_shard(find_shards(config.data_path, "val")[0])
     for chunk in (256, 777, 4096):
         scored = []
-        for batch in train_gpt.validation_batches(replace(config, val_chunk=chunk)):
+        for batch in validation_batches(replace(config, val_chunk=chunk)):
             assert len(batch.tokens) == chunk and np.diff(batch.boundaries).max() <= config.val_sequence_length
             scored.append(batch.targets[batch.targets >= 0])
         assert torch.cat(scored).tolist() == text[1:config.val_tokens + 1].tolist()
@@ -132,16 +133,16 @@ def test_validation_scores_every_token_once(config):
 def test_too_few_tokens(tmp_path, config):
     write_documents(tmp_path, {"train_000000": [100] * 60, "val_000000": [300] * 10})
     config = replace(config, data_path=str(tmp_path))
-    with pytest.raises(train_gpt.UserError, match=r"1 training shards with 6,000 tokens last for 3 of 8 steps; add shards") as error:
+    with pytest.raises(ShardError, match=r"1 training shards with 6,000 tokens last for 3 of 8 steps; add shards") as error:
         loader(config)
     advice = {name: int(value) for name, value in re.findall(r"--(\w+) (\d+)", str(error.value))}
     assert advice == {"epochs": 5, "steps": 3}
     assert 2 < loader(replace(config, epochs=5)).epochs < 5
     write_documents(tmp_path, {"train_000000": [10]})
-    with pytest.raises(train_gpt.UserError, match="last for 0 of 8 steps; .*--epochs 1844 "):
+    with pytest.raises(ShardError, match="last for 0 of 8 steps; .*--epochs 1844 "):
         loader(config)
-    with pytest.raises(train_gpt.UserError, match="3,000 validation tokens, --val_tokens 9000"):
-        train_gpt.validation_batches(replace(config, val_tokens=9000))
+    with pytest.raises(ShardError, match="3,000 validation tokens, --val_tokens 9000"):
+        validation_batches(replace(config, val_tokens=9000))
 
 
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)

@@ -1,0 +1,141 @@
+"""Batches: which sequences of the shards each step trains on, planned before the run, and the validation text in chunks."""
+import math
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Iterator, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.packing import ShardedText, cut_documents, pack
+from data.shards import ShardError, document_starts, open_shard, shards_in
+
+if TYPE_CHECKING:
+    from train_gpt import Config, Schedule, Step, World
+
+
+class Batch(NamedTuple):
+    """Sequences packed end to end. `boundaries` has a fixed length; entries past the last sequence repeat `tokens`' length."""
+    tokens: Tensor          # (n,) int32
+    targets: Tensor         # (n,) int32: the next token; -1 is not scored
+    boundaries: Tensor      # (sequences + 1,) int32: where each sequence starts, then n
+    max_length: int         # no sequence is longer
+
+
+Span = tuple[int, int, int]     # a shard, and the first and the end of consecutive sequences of it
+
+
+class Loader:
+    """Training batches as a function of the step's number alone: the same on any number of ranks and for any timing.
+
+    Sequences begin where documents do, are cut to the step's length and packed end to end into micro-batches of fixed size,
+    in the order of the shards; the last one of a micro-batch is cut to fit. The whole plan, which sequences go where, is made
+    before the run: so too little data is an error then, the number of sequences in a batch has an exact bound, and the
+    position in the data needs no saving.
+    """
+
+    def __init__(self, config: "Config", schedule: "Schedule", world: "World"):
+        self.config, self.schedule, self.world = config, schedule, world
+        self.text = ShardedText(shards_in(config.data_path, "train"), config.vocab_size, config.document_start, config.keep_tails)
+        self.plan = [list(step) for step in self.make_plan()]
+        self.most: dict[int, int] = {}                                   # sequences in a micro-batch, by batch size
+        for step, micro_batches in zip(schedule, self.plan):
+            counts = (sum(last - first for _, first, last in spans) for spans in micro_batches)
+            self.most[step.batch_tokens] = max(self.most.get(step.batch_tokens, 0), *counts)
+
+    def make_plan(self) -> Iterator[list[list[Span]]]:
+        shard, position, epoch = 0, 0, 0
+        for step in self.schedule:
+            micro_batches = []
+            for _ in range(self.config.micro_batches):
+                spans, missing = [], step.batch_tokens // self.config.micro_batches
+                while missing > 0:
+                    starts, before = self.text.sequences(shard, step.sequence_length)
+                    first = int(np.searchsorted(starts, position))
+                    if first == len(starts):
+                        shard, position = (shard + 1) % len(self.text), 0
+                        epoch += shard == 0
+                        if epoch == self.config.epochs:
+                            raise ShardError(self.too_few(step))
+                        continue
+                    last = min(int(np.searchsorted(before, before[first] + missing)), len(starts))
+                    missing -= int(before[last] - before[first])
+                    position = int(starts[last]) if last < len(starts) else len(self.text.tokens(shard))
+                    spans.append((shard, first, last))
+                micro_batches.append(spans)
+            yield micro_batches
+        self.epochs = epoch + (shard + position / len(self.text.tokens(shard))) / len(self.text)    # that the plan takes
+
+    def too_few(self, step: "Step") -> str:
+        total, wanted = sum(len(self.text.tokens(i)) for i in range(len(self.text))), [s.batch_tokens for s in self.schedule]
+        lasted, steps = sum(wanted[:step.index]) or total * self.config.epochs, self.config.steps
+        fewer = int(steps * (lasted - sum(wanted[steps:])) / sum(wanted[:steps]))
+        return (f"{self.config.data_path}: {len(self.text)} training shards with {total:,} tokens last for {step.index} of "
+                f"{len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set --epochs "
+                f"{math.ceil(self.config.epochs * sum(wanted) / lasted)} or about --steps {max(fewer, len(self.config.batch_tokens))}")
+
+    def batches(self, index: int) -> list[Batch]:
+        """This rank's micro-batches of a step, on the host."""
+        step, share = self.schedule.at(index), self.config.micro_batches // self.world.size
+        n = step.batch_tokens // self.config.micro_batches
+        batches = []
+        for spans in self.plan[index][self.world.rank * share:(self.world.rank + 1) * share]:
+            sequences = []
+            for shard, first, last in spans:
+                starts, before = self.text.sequences(shard, step.sequence_length)
+                lengths = np.diff(before[first:last + 1])
+                sequences += [(self.text.tokens(shard), *s) for s in zip(starts[first:last].tolist(), lengths.tolist())]
+            batches.append(make_batch(sequences, n, self.most[step.batch_tokens], step.sequence_length, self.config))
+        return batches
+
+    def prefetch(self, first: int, last: int) -> Iterator[list[Batch]]:
+        """The batches of steps first ... last - 1, made by a thread a few steps ahead."""
+        def make(index: int) -> list[Batch]:
+            return [pinned(batch, self.world.device) for batch in self.batches(index)]
+
+        with ThreadPoolExecutor(1) as thread:
+            ahead: deque[Future] = deque()
+            for index in range(first, last + 4):
+                if index < last:
+                    ahead.append(thread.submit(make, index))
+                if index >= first + 4:
+                    yield ahead.popleft().result()
+
+
+def make_batch(sequences: list[tuple[np.ndarray, int, int]], n: int, most: int, longest: int, config: "Config") -> Batch:
+    arrays = pack(sequences, n, most, longest, config.document_start)
+    return Batch(*map(torch.from_numpy, arrays), longest)
+
+
+def pinned(batch: Batch, device: torch.device) -> Batch:
+    """In memory from which a GPU copies while nothing waits."""
+    return batch if device.type == "cpu" else Batch(*(x.pin_memory() for x in batch[:3]), batch.max_length)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(*(x.to(device, non_blocking=True) for x in batch[:3]), batch.max_length)
+
+
+def validation_batches(config: "Config") -> list[Batch]:
+    """The scored stream in chunks: every token after the first is a target once.
+
+    Its sequences are the documents, in pieces of `val_sequence_length` if longer, whatever the chunk; a chunk holds whole
+    sequences and is filled up with tokens that are not scored.
+    """
+    paths, total = shards_in(config.data_path, "val"), config.val_tokens
+    text = np.concatenate([np.zeros(0, np.uint16), *(open_shard(p, config.vocab_size)[:total + 1] for p in paths)])[:total + 1]
+    if len(text) <= total:
+        raise ShardError(f"{config.data_path}: {len(text):,} validation tokens, --val_tokens {total} needs one more than it scores; "
+                        f"add shards or set --val_tokens {len(text) - 1}")
+    starts = np.union1d([0], document_starts(text[:total], config.document_start))
+    starts, ends = cut_documents(starts, total, config.val_sequence_length, keep_tails=True)
+    chunks, filled = [], config.val_chunk
+    for start, length in zip(starts.tolist(), (ends - starts).tolist()):
+        if filled + length > config.val_chunk:
+            chunks.append([])
+            filled = 0
+        chunks[-1].append((text, start, length))
+        filled += length
+    most = max(map(len, chunks)) + -(-config.val_chunk // config.val_sequence_length)      # with what fills a chunk up
+    return [make_batch(chunk, config.val_chunk, most, config.val_sequence_length, config) for chunk in chunks]
