@@ -4,21 +4,19 @@
     python train_gpt.py                                       # one GPU, or a laptop's CPU (a small byte-level model)
     ./run.sh                                                  # the same, after making its own environment and data
 
-The whole program, top to bottom: configuration, model, optimizer, schedule, clock and log, main; batches come from
+The whole program, top to bottom: configuration, model, optimizer, schedule, log, main; the batches come from
 `data/loader.py`, a step's by its number alone, and the Triton kernels and their plain twins from `kernels/`. Every setting of
 `Config` is a flag (`--steps 300 --fp8 false`); `--help` lists them. Importing this file does nothing but define it.
 """
 import argparse
 import ast
 import difflib
-import gc
 import math
 import os
 import signal
 import sys
 import time
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
@@ -45,6 +43,7 @@ from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.rotary import rotary_tables, rotate
+from records.clock import Clock, Lap
 from records.machine import device_name, machine_facts, peak_flops
 from records.run_log import LogError, RunLog, disk_errors
 
@@ -173,7 +172,9 @@ class Config:
     fused_mlp: bool = True              # MLP,
     fused_orthogonalisation: bool = True        # Newton-Schulz
     compile: bool = True                # torch.compile of the blocks, on GPUs
-    capture: bool = True                # each kind of step as one CUDA graph; on one GPU: collectives in it are not tried yet
+    capture: bool = True                # each kind of step as one CUDA graph
+    overlap: bool = True                # collectives under computation; false: all before it and all behind it
+    check_ranks: bool = False           # after every step compare the ranks' weights, bit for bit; slow, for finding faults
     write_log: bool = True              # write a run folder under `records/runs`
     save: str = ""                      # file for the trained weights, by name and unsharded
 
@@ -440,8 +441,12 @@ class GPT(nn.Module):
         first = len(self.attention_index) + 2 * layer
         return self.bank[first], self.bank[first + 1]
 
-    def forward(self, batch: Batch, step: "Step") -> tuple[Tensor, Tensor]:
-        """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32)."""
+    def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None) -> tuple[Tensor, Tensor]:
+        """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32).
+
+        `reached` is told that a layer comes next (-1: the embedding, the layers' number: the head) and what it reads: behind
+        that tensor's gradient, all gradients of this and the later layers are complete, since autograd runs the latest first.
+        """
         config, run, n = self.config, self.part, len(batch.tokens)
         is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
         is_start = is_start.index_fill_(0, batch.boundaries.long(), True)[:n]
@@ -455,6 +460,7 @@ class GPT(nn.Module):
 
         sort = sort_rows if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
         by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
+        reached(-1, None)
         x = run[embed](run[embedding_twin](self.head if step.tied else self.embedding, by_token), is_start, self.smear_gate, smear)
         bigram = None
         if self.bigram_table is not None:
@@ -462,6 +468,7 @@ class GPT(nn.Module):
             bigram = run[embedding_twin](self.bigram_table, sort(index))
         outputs: list[Tensor] = []
         for i, layer in enumerate(config.layers):
+            reached(i, x)
             update = None
             if layer.attention:
                 a, v = self.attention_index[i], self.value_index.get(i)
@@ -481,6 +488,7 @@ class GPT(nn.Module):
             outputs.append(x)
         early = outputs[config.backout_layer] if config.backout else None
         x = run[head_input](x, early, backout)
+        reached(len(config.layers), x)
         return run[head_loss_twin](x, self.head, batch.targets, is_start, loss_weights, self.fp8)
 
     def flops_per_token(self, step: "Step") -> float:
@@ -521,9 +529,14 @@ class World:
         """Start: whole (size * n, ...) = every rank's shard (n, ...), in rank order."""
         return ALL_GATHER(whole, shard, async_op=True) if self.size > 1 else None
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> dist.Work | None:
+        """Start: x becomes its sum over ranks."""
+        return dist.all_reduce(x, async_op=True) if self.size > 1 else None
+
+    def of_rank_0(self, x: Tensor) -> Tensor:
+        x = x.clone()
         if self.size > 1:
-            dist.all_reduce(x)
+            dist.broadcast(x, 0)
         return x
 
     def wait_for_all(self) -> None:
@@ -535,43 +548,66 @@ class World:
             dist.destroy_process_group()
 
 
+def wait(work: dist.Work | None) -> None:
+    """On a GPU only its current stream waits."""
+    if work is not None:
+        work.wait()
+
+
 @dataclass
 class Group:
     """Parameters that one algorithm updates with one set of rates. The optimizer knows groups, not names."""
     name: str
     params: list[nn.Parameter]
+    layers: list[int]                               # the first that uses each: 0 ... , -1 before them, their number after them
     algorithm: str                                  # "normuon": matrices of one shape; "adam": anything
     lr: float
     betas: tuple[float, float]                      # NorMuon: momentum comes with each step, only the second is used
     decay: float                                    # times lr * base_lr
     base_lr: float                                  # the learning rate without the group's multiplier
     matrix_lr: list[float] = field(default_factory=list)      # NorMuon: a multiplier for each matrix
-    squares: int = 0                                # NorMuon: the first so many matrices are stacks of square ones
+    squares: bool = False                           # NorMuon: each matrix is a stack of square ones
+    replicated: bool = False                        # too small to share out: every rank makes the whole update
     tied_to: str | None = None                      # until untied, this group's weights are another's and it gets no updates
+
+    def rounds(self, ranks: int) -> list[tuple[list[nn.Parameter], int]]:
+        """What one collective takes at a time, and its length: NorMuon one matrix a rank, Adam one parameter, in numbers."""
+        if self.algorithm == "normuon":
+            return [(self.params[i:i + ranks], ranks) for i in range(0, len(self.params), ranks)]
+        return [([p], p.numel() + -p.numel() % (16 * ranks)) for p in self.params]      # 16: every part starts aligned
 
 
 def parameter_groups(model: GPT, config: Config) -> list[Group]:
     """Which parameters get which algorithm, rate and decay: the one table of the optimizer."""
-    attention = len(model.attention_index)
+    last, attention, valued = len(config.layers), list(model.attention_index), list(model.value_index)
+    matrices, both = len(attention), [layer for layer in range(last) for _ in range(2)]
 
-    def adam(name: str, params: list, lr: float, betas: tuple[float, float], decay: float = 0.0, **more) -> Group:
-        return Group(name, [p for p in params if p is not None and p.numel()], "adam", lr * config.adam_lr, betas,
+    def adam(name: str, params: list, layers: list[int], lr: float, betas: tuple[float, float], decay: float = 0.0, **more) -> Group:
+        params = [p for p in params if p is not None and p.numel()]
+        return Group(name, params, layers * (len(params) // len(layers)) if layers else [], "adam", lr * config.adam_lr, betas,
                      decay * config.adam_decay, config.adam_lr, **more)
 
+    def small(name: str, params: list, lr: float, betas: tuple[float, float]) -> Group:
+        return adam(name, params, [-1], lr, betas, replicated=True)
+
+    def normuon(name: str, params: list, layers: list[int], matrix_lr: list[float], squares: bool) -> Group:
+        return Group(name, params, layers, "normuon", config.muon_lr, (0.0, config.muon_beta2), config.muon_decay, config.muon_lr,
+                     matrix_lr, squares)
+
     groups = [
-        # name, parameters                                              lr    betas          decay
-        adam("scalars", [model.attention_scalars, model.bigram_scalars,
-                         model.scalars],                                5.0,  (0.90, 0.99)),
-        adam("residual scalars", [model.residual_scalars],              5.0,  (0.90, 0.95)),
-        adam("smear gate", [model.smear_gate],                          0.01, (0.90, 0.99)),
-        adam("gates", [model.attention_gates, model.value_gates,
-                       model.skip_gate],                                1.0,  (0.90, 0.99)),
-        Group("bank", list(model.bank), "normuon", config.muon_lr, (0.0, config.muon_beta2), config.muon_decay, config.muon_lr,
-              matrix_lr=[1.0] * attention + [2.0, 4.0] * len(config.layers), squares=attention),   # MLP-in 2, MLP-out 4
-        adam("head", [model.head],                                      1.0,  (0.50, 0.95),  150.0),
-        adam("embedding", [model.embedding],                            1.0,  (0.50, 0.95),  150.0, tied_to="head"),
-        adam("value tables", list(model.value_tables),                  75.0, (0.75, 0.95),  5.0),
-        adam("bigram table", [model.bigram_table],                      75.0, (0.75, 0.95),  5.0),
+        # name, parameters                                              first use   lr    betas          decay
+        small("scalars", [model.attention_scalars, model.bigram_scalars,
+                          model.scalars],                                           5.0,  (0.90, 0.99)),
+        small("residual scalars", [model.residual_scalars],                         5.0,  (0.90, 0.95)),
+        small("smear gate", [model.smear_gate],                                     0.01, (0.90, 0.99)),
+        small("gates", [model.attention_gates, model.value_gates,
+                        model.skip_gate],                                           1.0,  (0.90, 0.99)),
+        normuon("attention", list(model.bank[:matrices]), attention, [1.0] * matrices, squares=True),
+        normuon("mlp", list(model.bank[matrices:]), both, [2.0, 4.0] * last, squares=False),         # MLP-in 2, MLP-out 4
+        adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
+        adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
+        adam("value tables", list(model.value_tables),                  valued,     75.0, (0.75, 0.95),  5.0),
+        adam("bigram table", [model.bigram_table],                      [-1],       75.0, (0.75, 0.95),  5.0),
     ]
     return [group for group in groups if group.params]
 
@@ -582,52 +618,52 @@ def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
         mine.copy_(theirs, non_blocking=True)
 
 
+class Round(NamedTuple):
+    """The part of a group that one collective takes."""
+    layer: int              # the first that uses it: its weights are needed there, and its gradient is complete behind it
+    whole: slice            # of the buffers of the whole group
+    own: slice              # of this rank's buffers
+
+
 class Shard:
     """A group's flat buffers. Every rank holds all weights and gradients, and the optimizer state of its own part.
 
-    The unit that is not split is a matrix for NorMuon and one number for Adam; buffers are padded to a multiple of the ranks,
-    and the model's parameters become views of them, so that a collective takes a buffer as it is.
+    The model's parameters become views of the buffers, so that a collective takes a part of a buffer as it is. Each round is
+    shared out equally: NorMuon's give every rank a matrix (the last one may be padding), Adam's an equal share of a parameter.
     """
 
-    def __init__(self, group: Group, config: Config, world: World):
+    def __init__(self, group: Group, config: Config, world: World, grads: Tensor | None = None):
         self.group, self.config, self.world = group, config, world
         device, dtype = group.params[0].device, group.params[0].dtype
-        muon = group.algorithm == "normuon"
+        muon, ranks = group.algorithm == "normuon", 1 if group.replicated else world.size
         unit = group.params[0].shape if muon else torch.Size()
-        sizes = [1 if muon else p.numel() + -p.numel() % 16 for p in group.params]   # 16: every parameter starts aligned
-        padded = sum(sizes) + -sum(sizes) % world.size
-        self.weights = torch.zeros(padded, *unit, device=device, dtype=dtype)
-        self.grads = torch.zeros_like(self.weights)
-        offset = 0
-        for p, size in zip(group.params, sizes):
-            end = offset + (1 if muon else p.numel())
-            view = self.weights[offset:end].view(p.shape)
-            view.copy_(p.data)
-            p.data, p.grad = view, self.grads[offset:end].view(p.shape)
-            offset += size
+        rounds = group.rounds(ranks)
+        self.weights = torch.zeros(sum(length for _, length in rounds), *unit, device=device, dtype=dtype)
+        self.grads = torch.zeros_like(self.weights) if grads is None else grads
+        self.rounds, first, layers = [], 0, iter(group.layers)
+        for params, length in rounds:
+            for i, p in enumerate(params):
+                mine = slice(first + i, first + i + (1 if muon else p.numel()))
+                self.weights[mine].view(p.shape).copy_(p.data)
+                p.data, p.grad = self.weights[mine].view(p.shape), self.grads[mine].view(p.shape)
+            self.rounds.append(Round(min(next(layers) for _ in params), slice(first, first + length),
+                                     slice(first // ranks, (first + length) // ranks)))
+            first += length
 
-        n = padded // world.size
-        self.first = world.rank * n
-        self.weight = self.weights[self.first:self.first + n]
-        self.grad = torch.zeros_like(self.weight) if world.size > 1 else self.grads
+        self.weight, self.grad = self.weights, self.grads                # this rank's part of them
+        if ranks > 1:
+            self.weight = torch.cat([self.weights[whole].chunk(ranks)[world.rank] for _, whole, _ in self.rounds])
+            self.grad = torch.zeros_like(self.weight)
         self.lost_bits = torch.zeros_like(self.weight, dtype=torch.int16) if dtype == torch.bfloat16 else None
         self.momentum = torch.zeros_like(self.weight, dtype=torch.float32)
         self.second = torch.zeros_like(self.momentum[..., :1] if muon else self.momentum)
         self.steps = torch.zeros((), device=device)
         if muon:
-            self.matrix_lr = torch.ones(padded, device=device)
-            self.matrix_lr[:len(group.matrix_lr)] = torch.tensor(group.matrix_lr)
-            self.parts = self.matrix_parts(n, unit)
+            self.shape = torch.Size([-1, unit[1] if group.squares else unit[0], unit[1]])
+            lr = torch.tensor(group.matrix_lr + [1.0] * (first - len(group.matrix_lr)), device=device)
+            self.matrix_lr = lr.view(-1, ranks)[:, world.rank % ranks].repeat_interleave(unit[0] // self.shape[1]).view(-1, 1, 1)
             self.normalisation = "aol" if config.aol else "frobenius"
             self.triples = polar_express(config.polar_steps, lower_end(self.normalisation, config.polar_steps))
-
-    def matrix_parts(self, n: int, unit: torch.Size) -> list[tuple[slice, torch.Size, Tensor]]:
-        """This rank's matrices by kind, stacks of squares apart: which, as what shape (-1, rows, columns), their rates."""
-        squares = min(max(self.group.squares - self.first, 0), n)
-        lr = self.matrix_lr[self.first:self.first + n].view(-1, 1, 1)
-        parts = [(slice(0, squares), torch.Size([-1, unit[1], unit[1]]), lr[:squares].repeat_interleave(unit[0] // unit[1], 0)),
-                 (slice(squares, n), torch.Size([-1, *unit]), lr[squares:])]
-        return [part for part in parts if part[0].start < part[0].stop]
 
     def update(self, part: dict[Callable, Callable], healthy: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
         """Update this rank's part from its summed gradient. `lr` multiplies the group's rate (0-dim)."""
@@ -637,17 +673,17 @@ class Shard:
             part[adam_update](self.weight, self.lost_bits, self.grad, self.momentum, self.second, self.steps, healthy,
                               lr * group.lr, decay, group.betas, config.cautious)
             return
-        for mine, shape, matrix_lr in self.parts:
-            weight, grad, momentum = (x[mine].view(shape) for x in (self.weight, self.grad, self.momentum))
-            lost_bits = None if self.lost_bits is None else self.lost_bits[mine].view(shape)
-            direction = part[nesterov_momentum](grad, momentum, momentum_beta, healthy)
-            direction = part[newton_schulz_reference](direction, self.triples, self.normalisation)
-            part[neuron_update](weight, lost_bits, direction, self.second[mine].view(-1, shape[1], 1), healthy,
-                                lr * group.lr * matrix_lr, decay, group.betas[1], config.neuron_norm, config.cautious)
+        weight, grad, momentum = (x.view(self.shape) for x in (self.weight, self.grad, self.momentum))
+        lost_bits = None if self.lost_bits is None else self.lost_bits.view(self.shape)
+        direction = part[nesterov_momentum](grad, momentum, momentum_beta, healthy)
+        direction = part[newton_schulz_reference](direction, self.triples, self.normalisation)
+        part[neuron_update](weight, lost_bits, direction, self.second.view(-1, self.shape[1], 1), healthy,
+                            lr * group.lr * self.matrix_lr, decay, group.betas[1], config.neuron_norm, config.cautious)
 
     def state(self) -> list[Tensor]:
         """All that a step changes."""
-        return [x for x in (self.weights, self.grads, self.lost_bits, self.momentum, self.second, self.steps) if x is not None]
+        own = [self.weight] if self.weight is not self.weights else []
+        return [x for x in (self.weights, *own, self.grads, self.lost_bits, self.momentum, self.second, self.steps) if x is not None]
 
 
 class Optimizer:
@@ -657,35 +693,95 @@ class Optimizer:
 
         gradients (all)  --reduce-scatter-->  summed gradient (own part)  --update-->  weights (own part)  --all-gather-->  weights (all)
 
-    A step starts every reduce-scatter at once; each group is updated as its sum arrives, and its all-gather runs while the next
-    group is updated. Groups stand in the order of `parameter_groups`, the cheap ones first, so that the wire is never idle.
+    The collectives run on a stream of their own, under the computation of other layers. One step, time from left to right:
+
+        computes  embed, layer 0, layer 1 … head | head, layer 10, … layer 1, layer 0, embed | update MLPs, tables … last table
+        wire       gather 0, 1, 2 … head         | loss, head, sum of 10 …    1,   0, scalars, embed … last table
+
+    Gathered is what the step before this one updated, just before the layer that needs it (`weights_needed`, first micro-batch);
+    a layer's gradients are summed as soon as they are complete (`gradients_complete`, last micro-batch). So a rank's weights
+    are whole only from `gather` or the end of a forward pass on, until the next update.
     Both algorithms ignore the scale of the gradient, so the loss is summed over tokens and nothing is divided.
     """
 
     def __init__(self, model: GPT, config: Config, world: World):
         self.part = compiled(config, world.device, nesterov_momentum, newton_schulz_reference, neuron_update, adam_update)
-        self.shards = {group.name: Shard(group, config, world) for group in parameter_groups(model, config)}
+        self.world, groups = world, parameter_groups(model, config)
+        sizes = [sum(length for _, length in group.rounds(1)) if group.replicated else 0 for group in groups]
+        self.replicated_grads = torch.zeros(sum(sizes), device=world.device)     # of all such groups: one collective takes them
+        self.shards = {group.name: Shard(group, config, world, grads if group.replicated else None)
+                       for group, grads in zip(groups, self.replicated_grads.split(sizes))}
         self.tied = True                                                 # until `untie`
         self.lr, self.momentum_beta = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
         self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on
+        self.due: deque[tuple[int, Shard, Round]] = deque()              # sums to start, the last layer's first
+        self.sums: dict[str, list[dist.Work | None]] = {}                # under way, by group
+        self.gathers: deque[tuple[int, dist.Work | None]] = deque()      # under way, in the order of use
+
+    def active(self, tied: bool, adam: bool) -> list[Shard]:
+        """What a step updates, with or without Adam's groups."""
+        return [shard for shard in self.shards.values() if not (tied and shard.group.tied_to)
+                and (adam or shard.group.algorithm == "normuon")]
+
+    def exchanges(self, tied: bool, adam: bool) -> list[tuple[int, Shard, Round]]:
+        """The rounds of these groups, with the layers that first use them: where a group tied to this one is used, if it is."""
+        users = {shard.group.tied_to: min(shard.group.layers) for shard in self.shards.values() if tied and shard.group.tied_to}
+        return [(min(round.layer, users.get(shard.group.name, round.layer)), shard, round)
+                for shard in self.active(tied, adam) if not shard.group.replicated for round in shard.rounds]
+
+    @torch.no_grad()
+    def begin(self, step: "Step") -> None:
+        """Start to gather what the last step updated; plan which sums this one has to start."""
+        self.start_gathers(step.tied, step.adam_updated)
+        self.due = deque(sorted(self.exchanges(step.tied, step.update_adam), key=lambda exchange: -exchange[0]))
+
+    def start_gathers(self, tied: bool, adam: bool) -> None:
+        for layer, shard, round in sorted(self.exchanges(tied, adam), key=lambda exchange: exchange[0]):
+            self.gathers.append((layer, self.world.all_gather(shard.weights[round.whole], shard.weight[round.own])))
+
+    def weights_needed(self, layer: float) -> None:
+        """Wait for the weights that the model uses up to this layer."""
+        while self.gathers and self.gathers[0][0] <= layer:
+            wait(self.gathers.popleft()[1])
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make this rank's copy of all weights whole."""
+        self.start_gathers(self.tied, adam=True)
+        self.weights_needed(math.inf)
+
+    @torch.no_grad()
+    def check_ranks(self) -> None:
+        """UserError if a weight differs between the ranks."""
+        self.gather()
+        for name, shard in self.shards.items():
+            first = self.world.of_rank_0(shard.weights)
+            if differ := int((first.view(torch.uint8) != shard.weights.view(torch.uint8)).sum()):
+                raise UserError(f"rank {self.world.rank}: {differ} bytes of the weights of group {name!r} differ from rank 0's; "
+                                "a gather is missing or was not waited for: try --overlap false, --capture false")
+
+    @torch.no_grad()
+    def gradients_complete(self, layer: int) -> None:
+        """Start the sums over ranks of all gradients that are complete when the backward pass has left this layer."""
+        while self.due and self.due[0][0] >= layer:
+            _, shard, round = self.due.popleft()
+            works = self.sums.pop(shard.group.name, [])                  # to the end: a group comes where its last round does
+            self.sums[shard.group.name] = [*works, self.world.reduce_scatter(shard.grad[round.own], shard.grads[round.whole])]
 
     @torch.no_grad()
     def step(self, step: "Step", loss: Tensor) -> None:
         """Update from the accumulated gradients, unless `loss` (0-dim, the same on all ranks) is not finite."""
+        if step.update_adam:
+            work = self.world.all_reduce(self.replicated_grads)
+            self.sums |= {name: [work] for name, shard in self.shards.items() if shard.group.replicated}
+        self.gradients_complete(-1)
         self.healthy &= loss.isfinite()
-        active = [shard for shard in self.shards.values() if not (step.tied and shard.group.tied_to)
-                  and (step.update_adam or shard.group.algorithm == "normuon")]
-
-        sums = [shard.world.reduce_scatter(shard.grad, shard.grads) for shard in active]
-        gathers = []
-        for shard, summed in zip(active, sums):
-            if summed is not None:
-                summed.wait()
-            shard.update(self.part, self.healthy, self.lr, self.momentum_beta)
-            shard.grads.zero_()
-            gathers.append(shard.world.all_gather(shard.weights, shard.weight))
-        for gather in filter(None, gathers):
-            gather.wait()
+        for name, works in self.sums.items():                            # in the order in which they arrive
+            for work in works:
+                wait(work)
+            self.shards[name].update(self.part, self.healthy, self.lr, self.momentum_beta)
+            self.shards[name].grads.zero_()
+        self.sums = {}
 
     @torch.no_grad()
     def untie(self) -> None:
@@ -718,12 +814,14 @@ class Step(NamedTuple):
     multi_token: tuple[float, ...]      # loss weights of the next 1 ... k tokens
     tied: bool
     update_adam: bool
+    adam_updated: bool                  # by the step before, or this is the first
     lr: float                           # multiplies every group's rate
     momentum: float
 
     @property
     def kind(self) -> tuple:
-        return self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.tied, self.update_adam
+        return (self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.tied, self.update_adam,
+                self.adam_updated)
 
 
 class Schedule:
@@ -749,7 +847,7 @@ class Schedule:
         warm = min(index / c.momentum_warmup, (len(self) - 1 - index) / c.momentum_cooldown, 1.0)
         return Step(index, c.batch_tokens[stage], c.sequence_length[stage],
                     c.windows[stage] if index < c.steps else c.final_windows, weights,
-                    tied=index < c.tied_share * c.steps, update_adam=index % c.adam_every == c.adam_every - 1,
+                    tied=index < c.tied_share * c.steps, update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,
                     lr=c.lr_scale[stage] * (1 - (1 - c.final_lr) * fallen), momentum=low + (high - low) * warm)
 
     def validation(self, steps_done: int) -> Step:
@@ -766,73 +864,7 @@ class Schedule:
         return first
 
 
-# ========== Clock and log ============================================================================================
-
-class Lap(NamedTuple):
-    """One step on the clock: its beginning and end, CUDA events on a GPU and seconds without."""
-    begin: object
-    end: object
-
-    def ready(self) -> bool:
-        return isinstance(self.end, float) or self.end.query()
-
-    def ms(self) -> float:
-        return (self.end - self.begin) * 1e3 if isinstance(self.end, float) else self.begin.elapsed_time(self.end)
-
-
-class Clock:
-    """Owns the timed region: every training step and all it needs, without validation. Laps do not stall the GPU."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.seconds, self.since, self.last_mark = device, 0.0, None, None
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def mark(self) -> object:
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> None:
-        self.since, self.last_mark = self.now(), self.mark()
-
-    def stop(self) -> None:
-        self.seconds, self.since = self.elapsed(), None
-
-    def elapsed(self) -> float:
-        """Timed seconds so far. Waits for the GPU."""
-        return self.seconds + (self.now() - self.since if self.since is not None else 0.0)
-
-    def lap(self) -> Lap:
-        lap = Lap(self.last_mark, self.mark())
-        self.last_mark = lap.end
-        return lap
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Time what is inside. A garbage collection would stall a step by up to half a second: none happens here."""
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        try:
-            self.start()
-            yield
-            self.stop()
-        finally:
-            gc.enable()
-            gc.unfreeze()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.stop()
-        yield
-        self.start()
-
+# ========== Log ======================================================================================================
 
 def log_header(log: RunLog, config: Config, model: GPT, world: World) -> None:
     if log.file is not None:
@@ -880,17 +912,32 @@ class Trainer:
             graph.replay()
         else:
             self.program(step, [to_device(batch, self.world.device) for batch in batches])
+        if self.config.check_ranks:
+            optimizer.check_ranks()
         return self.loss.clone()                                         # a replay writes where the last one did
 
     def program(self, step: Step, batches: list[Batch]) -> None:
         """What a step does on the device: the same work for all steps of its kind, and no word to or from the host."""
-        total = torch.zeros((), device=self.world.device)
+        optimizer, total = self.optimizer, torch.zeros((), device=self.world.device)
+        optimizer.begin(step)
+        if not self.config.overlap:
+            optimizer.weights_needed(math.inf)
         for batch in batches:
-            loss, next_token = self.model(batch, step)
-            loss.backward()
+            last = batch is batches[-1]
+
+            def reached(layer: int, x: Tensor | None) -> None:
+                optimizer.weights_needed(layer)                          # no wait after the first micro-batch
+                if last and x is not None and self.config.overlap:
+                    x.register_hook(lambda _: optimizer.gradients_complete(layer))
+
+            loss, next_token = self.model(batch, step, reached)
             total += next_token.detach()
-        self.loss.copy_(self.world.all_reduce(total) / step.batch_tokens)
-        self.optimizer.step(step, self.loss)
+            if last:
+                summed = self.world.all_reduce(total)
+            loss.backward()
+        wait(summed)
+        self.loss.copy_(total / step.batch_tokens)
+        optimizer.step(step, self.loss)
 
     def capture(self, step: Step, batches: list[Batch]) -> None:
         """Record what a step of this kind does as a CUDA graph: from now on it is replayed, which takes one launch."""
@@ -903,10 +950,12 @@ class Trainer:
     @torch.no_grad()
     def validate(self, step: Step) -> float:
         """Mean loss over the scored tokens, nats a token."""
+        self.optimizer.gather()
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for batch in self.validation[self.world.rank::self.world.size]:
             total += self.model(to_device(batch, self.world.device), step)[1]
-        return self.world.all_reduce(total).item() / self.config.val_tokens
+        wait(self.world.all_reduce(total))
+        return total.item() / self.config.val_tokens
 
     def warm_up(self) -> None:
         """Run every kind of step and of validation once, then put everything back as it was."""
@@ -914,7 +963,7 @@ class Trainer:
         for step in self.schedule.kinds().values():
             batches = self.loader.batches(step.index)
             self.step(step, batches)
-            if self.config.capture and self.world.device.type == "cuda" and self.world.size == 1:
+            if self.config.capture and self.world.device.type == "cuda":
                 self.capture(step, batches)
                 self.step(step, batches)                                 # the first replay uploads the graph
         with torch.no_grad():
@@ -983,6 +1032,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> None:
             for step in trainer.schedule:
                 report.add(step, trainer.step(step, next(batches)))
                 if step.index + 1 in points:
+                    trainer.optimizer.gather()                           # on the clock: it is the last step's
                     with clock.paused():
                         report.validation(step.index + 1, trainer.validate(trainer.schedule.validation(step.index + 1)))
     except BaseException as error:

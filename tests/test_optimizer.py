@@ -66,7 +66,7 @@ def test_adam_against_reference(config, cautious):
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2, 2))]
     before = [p.detach().clone() for p in params]
     grads = [[torch.randn_like(p) for p in params] for _ in range(4)]
-    after = run_shard(train_gpt.Group("some", params, "adam", 0.3, (0.8, 0.95), 5.0, 0.02), config, grads)
+    after = run_shard(train_gpt.Group("some", params, [0] * 3, "adam", 0.3, (0.8, 0.95), 5.0, 0.02), config, grads)
     for i, p in enumerate(after):
         expected = plain_adam(before[i], [step[i] for step in grads], 0.7 * 0.3, (0.8, 0.95), 0.7 * 0.02 * 5.0, cautious)
         torch.testing.assert_close(p, expected, atol=1e-5, rtol=1e-5)
@@ -74,21 +74,21 @@ def test_adam_against_reference(config, cautious):
 
 @pytest.mark.parametrize("cautious, neuron_norm", [(True, True), (False, True), (True, False)])
 def test_normuon_against_reference(config, cautious, neuron_norm):
-    """Two stacks of square matrices and two tall ones in one bank, each matrix with its own rate."""
+    """A group of stacks of square matrices and one of tall ones, each matrix with its own rate."""
     torch.manual_seed(0)
     config = replace(config, cautious=cautious, neuron_norm=neuron_norm)
-    params = [torch.nn.Parameter(torch.randn(32, 8)) for _ in range(4)]
-    before = [p.detach().clone() for p in params]
-    grads = [[torch.randn_like(p) for p in params] for _ in range(3)]
-    rates = [1.0, 1.0, 2.0, 4.0]
-    group = train_gpt.Group("bank", params, "normuon", 0.1, (0.0, 0.9), 3.0, 0.1, matrix_lr=rates, squares=2)
-    after = run_shard(group, config, grads)
-    for i, p in enumerate(after):
-        for rows in (range(0, 32, 8) if i < 2 else [0]):
-            mine = slice(rows, rows + 8) if i < 2 else slice(0, 32)
-            expected = plain_normuon(before[i][mine], [step[i][mine] for step in grads], 0.7 * 0.1 * rates[i], (0.9, 0.9),
-                                     0.7 * 0.1 * 3.0, cautious, neuron_norm)
-            torch.testing.assert_close(p[mine], expected, atol=2e-5, rtol=1e-4)
+    for squares, rates in ((True, [1.0, 1.0]), (False, [2.0, 4.0])):
+        params = [torch.nn.Parameter(torch.randn(32, 8)) for _ in range(2)]
+        before = [p.detach().clone() for p in params]
+        grads = [[torch.randn_like(p) for p in params] for _ in range(3)]
+        group = train_gpt.Group("bank", params, [0, 1], "normuon", 0.1, (0.0, 0.9), 3.0, 0.1, matrix_lr=rates, squares=squares)
+        after = run_shard(group, config, grads)
+        for i, p in enumerate(after):
+            for rows in (range(0, 32, 8) if squares else [0]):
+                mine = slice(rows, rows + 8) if squares else slice(0, 32)
+                expected = plain_normuon(before[i][mine], [step[i][mine] for step in grads], 0.7 * 0.1 * rates[i], (0.9, 0.9),
+                                         0.7 * 0.1 * 3.0, cautious, neuron_norm)
+                torch.testing.assert_close(p[mine], expected, atol=2e-5, rtol=1e-4)
 
 
 def test_orthogonalise_is_near_the_polar_factor():
@@ -115,7 +115,7 @@ def test_bf16_weights_follow_float32_exactly(config):
     torch.manual_seed(0)
     start, grads = torch.randn(50).bfloat16(), [torch.randn(50).bfloat16() for _ in range(20)]
     wide, narrow = (torch.nn.Parameter(start.to(dtype)) for dtype in (torch.float32, torch.bfloat16))
-    group = train_gpt.Group("some", [wide], "adam", 1e-3, (0.8, 0.95), 0.0, 1e-3)
+    group = train_gpt.Group("some", [wide], [0], "adam", 1e-3, (0.8, 0.95), 0.0, 1e-3)
     run_shard(group, config, [[g.float()] for g in grads])
     shard = train_gpt.Shard(replace(group, params=[narrow]), config, train_gpt.World())
     for g in grads:
@@ -128,45 +128,51 @@ def test_bf16_weights_follow_float32_exactly(config):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("matrices", [1, 7, 8, 9, 19])
 def test_shards_cover_every_matrix_once(config, ranks, matrices):
-    """Padding and kinds for any count on any number of ranks: together the ranks update what one rank does."""
+    """Padding for any count on any number of ranks: together the ranks update what one rank does. One matrix a rank a round."""
     torch.manual_seed(0)
     start = [torch.randn(16, 4) for _ in range(matrices)]
     grads = [torch.randn(16, 4) for _ in range(matrices)]
 
-    def updated(world) -> torch.Tensor:
+    def updated(world) -> list[torch.Tensor]:
+        """What each round's all-gather takes from this rank."""
         params = [torch.nn.Parameter(p.clone()) for p in start]
-        group = train_gpt.Group("bank", params, "normuon", 0.1, (0.0, 0.9), 1.0, 0.1, matrix_lr=[1.0 + i for i in range(matrices)],
-                                squares=matrices // 2)
+        group = train_gpt.Group("bank", params, list(range(matrices)), "normuon", 0.1, (0.0, 0.9), 1.0, 0.1,
+                                matrix_lr=[1.0 + i for i in range(matrices)], squares=matrices % 2 == 0)
         shard = train_gpt.Shard(group, config, world)
         for p, g in zip(params, grads):
             p.grad.copy_(g)
-        mine = slice(shard.first, shard.first + len(shard.weight))
-        shard.grad.copy_(shard.grads[mine])
+        for layer, whole, own in shard.rounds:
+            assert whole.stop - whole.start == world.size and own.stop - own.start == 1 and layer == whole.start
+            shard.grad[own].copy_(shard.grads[whole].chunk(world.size)[world.rank])
         with torch.no_grad():
             shard.update(PLAIN, torch.tensor(True), torch.tensor(1.0), torch.tensor(0.9))
-        assert len(shard.weights) % world.size == 0
-        return shard.weight.clone()
+        return [shard.weight[own] for _, _, own in shard.rounds]
 
-    whole = updated(SimpleNamespace(rank=0, size=1))
-    parts = torch.cat([updated(SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)])
-    torch.testing.assert_close(parts[:matrices], whole, atol=1e-5, rtol=1e-5)
-    assert not parts[matrices:].any()
+    whole = torch.cat(updated(SimpleNamespace(rank=0, size=1)))
+    parts = zip(*(updated(SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)))
+    gathered = torch.cat([part for round in parts for part in round])
+    torch.testing.assert_close(gathered[:matrices], whole, atol=1e-5, rtol=1e-5)
+    assert not gathered[matrices:].any()
 
 
 @pytest.fixture(scope="module")
 def ranks_results(shards, tmp_path_factory):
-    """What 1, 2, 4 and 8 gloo ranks end with after 8 steps of the same 8 micro-batches: every kind of step, the untying too."""
+    """What 1, 2, 4 and 8 gloo ranks end with after 8 steps of the same 8 micro-batches: every kind of step, the untying too.
+
+    By the number of ranks, the rank, and whether the collectives overlap with the computation.
+    """
     out = tmp_path_factory.mktemp("ranks")
     for ranks in (1, 2, 4, 8):
         subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "tests/rank_worker.py",
                         str(out), "8", "--preset", "cpu", *TINY, "--data_path", str(shards)],
                        cwd=ROOT, env=environment(), check=True, timeout=240, capture_output=True)
-    return {(ranks, rank): torch.load(out / f"{ranks}-{rank}.pt") for ranks in (1, 2, 4, 8) for rank in range(ranks)}
+    return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)
+            for overlap, result in torch.load(out / f"{ranks}-{rank}.pt").items()}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_ranks_make_the_update_of_one_process(ranks_results, ranks):
-    alone, together = ranks_results[1, 0], ranks_results[ranks, 0]
+    alone, together = ranks_results[1, 0, True], ranks_results[ranks, 0, True]
     assert together["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     assert together["validation"] == pytest.approx(alone["validation"], rel=1e-4)
     for name, expected in alone["parameters"][0].items():              # one update: rounding has not yet grown
@@ -177,11 +183,40 @@ def test_ranks_make_the_update_of_one_process(ranks_results, ranks):
             assert difference < 1e-2, (step, name)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_all_ranks_hold_the_same_parameters(ranks_results, ranks):
+@pytest.mark.parametrize("ranks, overlap", [(2, True), (4, True), (8, True), (4, False)])
+def test_all_ranks_hold_the_same_parameters(ranks_results, ranks, overlap):
     for rank in range(1, ranks):
-        for mine, theirs in zip(ranks_results[ranks, 0]["parameters"], ranks_results[ranks, rank]["parameters"]):
+        for mine, theirs in zip(ranks_results[ranks, 0, overlap]["parameters"], ranks_results[ranks, rank, overlap]["parameters"]):
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_overlapped_collectives_change_no_bit(ranks_results, ranks):
+    """Losses and weights of every step, after sums started in the backward pass and gathers waited for in the forward pass."""
+    overlapped, simple = (ranks_results[ranks, 0, overlap] for overlap in (True, False))
+    assert overlapped["losses"] == simple["losses"] and overlapped["validation"] == simple["validation"]
+    for a, b in zip(overlapped["parameters"], simple["parameters"], strict=True):
+        assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_check_of_ranks_finds_a_difference(trainer, monkeypatch):
+    trainer.optimizer.check_ranks()
+    monkeypatch.setattr(train_gpt.World, "of_rank_0", lambda self, x: x + (x.numel() > 1000))
+    with pytest.raises(train_gpt.UserError, match="bytes of the weights of group 'attention' differ from rank 0's"):
+        trainer.optimizer.check_ranks()
+
+
+@pytest.mark.parametrize("tied, adam", [(True, True), (False, True), (False, False)])
+def test_exchanges_follow_the_layers(trainer, tied, adam):
+    """Gathers come in the order of use, sums behind the layer that is the last to add to a gradient."""
+    optimizer, last = trainer.optimizer, len(trainer.config.layers)
+    layers = {(shard.group.name, round.whole.start): layer for layer, shard, round in optimizer.exchanges(tied, adam)}
+    names = {name for name, _ in layers}
+    assert names == {"attention", "mlp"} | ({"head", "value tables", "bigram table"} | (set() if tied else {"embedding"}) if adam else set())
+    assert [layers["mlp", 2 * i + k] for i in range(last) for k in (0, 1)] == [i for i in range(last) for _ in (0, 1)]
+    assert [layers["attention", i] for i in range(4)] == list(trainer.model.attention_index)
+    if adam:
+        assert layers["head", 0] == (-1 if tied else last) and layers["bigram table", 0] == -1
 
 
 def everything(trainer) -> list[torch.Tensor]:
@@ -228,10 +263,10 @@ def test_untying_carries_weights_and_state_over(trainer):
 
 def test_adam_takes_the_gradients_of_two_steps(trainer):
     head = trainer.optimizer.shards["head"]
-    before, bank = head.weights.clone(), trainer.optimizer.shards["bank"].weights.clone()
+    before, mlp = head.weights.clone(), trainer.optimizer.shards["mlp"].weights.clone()
     trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
     assert torch.equal(before, head.weights) and head.grads.any()
-    assert not torch.equal(bank, trainer.optimizer.shards["bank"].weights)
+    assert not torch.equal(mlp, trainer.optimizer.shards["mlp"].weights)
     trainer.step(trainer.schedule.at(1), trainer.loader.batches(1))
     assert not torch.equal(before, head.weights) and not head.grads.any()
 
@@ -252,6 +287,7 @@ def test_a_non_finite_loss_changes_no_weight(trainer):
     for p in trainer.model.parameters():
         p.grad.fill_(torch.nan)
     for loss in (torch.tensor(torch.nan), torch.tensor(1.0)):            # the steps that are already under way as well
+        trainer.optimizer.begin(step)
         trainer.optimizer.step(step, loss)
         assert [n for n, p, q in zip(names, trainer.model.parameters(), before) if not torch.equal(p, q)] == []
 
