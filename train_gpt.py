@@ -477,7 +477,7 @@ class GPT(nn.Module):
             elif layer.skip_from is not None and config.skip:
                 update = run[gated_skip](x, outputs[layer.skip_from], self.skip_gate, skip)
             x, normed = run[mlp_input](x, update, bigram, bigram_scales[i], residuals[i].unbind())
-            x = x + run[mlp_twin](normed, *self.mlp_weights(i), self.fp8 and config.fp8_mlp)
+            x = run[mlp_twin](x, normed, *self.mlp_weights(i), self.fp8 and config.fp8_mlp)       # the kernel writes over x
             outputs.append(x)
         early = outputs[config.backout_layer] if config.backout else None
         x = run[head_input](x, early, backout)

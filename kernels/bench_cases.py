@@ -133,9 +133,9 @@ def leaf(x: Tensor) -> Tensor:
 
 
 def mlp_gradients(function: Callable) -> Callable:
-    def run(x: Tensor, w_in: Tensor, w_out: Tensor, grad: Tensor, fp8: bool) -> tuple:
+    def run(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, grad: Tensor, fp8: bool) -> tuple:
         x, w_in, w_out = leaf(x), leaf(w_in), leaf(w_out)
-        out = function(x, w_in, w_out, fp8)
+        out = function(residual.detach(), x, w_in, w_out, fp8)
         return out.detach(), *torch.autograd.grad(out, (x, w_in, w_out), grad)
     return run
 
@@ -143,7 +143,7 @@ def mlp_gradients(function: Callable) -> Callable:
 def whole_mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
     def inputs(tokens: int, fp8: bool) -> tuple:
         x = torch.nn.functional.rms_norm(random(tokens, width), (width,))
-        return x, random(hidden, width) * 0.02, random(hidden, width) * 0.02, random(tokens, width), fp8
+        return random(tokens, width), x, random(hidden, width) * 0.02, random(hidden, width) * 0.02, random(tokens, width), fp8
 
     for tokens in (16384, 49152):
         for fp8 in (False, True):
@@ -153,8 +153,8 @@ def whole_mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
                        exact=lambda *tensors: mlp_gradients(bf16_mlp)(*tensors), baseline=bf16_mlp, wrap=mlp_gradients)
 
 
-def bf16_mlp(x: Tensor, w_in: Tensor, w_out: Tensor, fp8: bool) -> Tensor:
-    return mlp.mlp_twin(x, w_in, w_out, False)
+def bf16_mlp(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, fp8: bool) -> Tensor:
+    return mlp.mlp_twin(residual, x, w_in, w_out, False)
 
 
 def head_gradients(function: Callable) -> Callable:

@@ -117,7 +117,7 @@ def hidden() -> Iterator[tuple[str, Callable]]:
         x, w_in, w_out = (random(rows, width).requires_grad_() for rows in (tokens, units, units))
         for fp8 in (False, True):
             def both(x=x, w_in=w_in, w_out=w_out, fp8=fp8):
-                out = mlp.mlp(torch.nn.functional.rms_norm(x, x.shape[1:]), w_in, w_out, fp8)
+                out = mlp.mlp(2 * x, torch.nn.functional.rms_norm(x, x.shape[1:]), w_in, w_out, fp8)
                 return torch.autograd.grad(out.float().square().sum(), (x, w_in, w_out))
             yield f"mlp {'FP8' if fp8 else 'bf16'} {tokens} × {width} × {units}", both
 
