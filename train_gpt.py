@@ -37,7 +37,7 @@ from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
 from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
-from kernels.fp8_linear import has_fp8
+from kernels.fp8_linear import has_fp8, projection
 from kernels.head_loss import head_loss, head_loss_twin
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
@@ -167,6 +167,7 @@ class Config:
     attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = False               # with fp8 and fused_mlp: the MLPs' as well as the head's
+    fp8_attention: bool = False         # with fp8: those with Q, K, V and O as well
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = False       # tables' gradients for only the rows read (off until it is measured on a GPU),
     fused_mlp: bool = True              # MLP,
@@ -301,7 +302,8 @@ def bigram_index(tokens: Tensor, is_start: Tensor, count: int) -> Tensor:
 
 
 def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_row: Tensor | None,
-                     value_gate: Tensor | None, cos: Tensor, sin: Tensor, is_start: Tensor, head_dim: int, key_offset: bool):
+                     value_gate: Tensor | None, cos: Tensor, sin: Tensor, is_start: Tensor, head_dim: int, key_offset: bool,
+                     fp8: bool = False):
     """q, k, v (n, heads, head_dim) and the gates of the heads (n, heads, 1) from the residual that attention reads.
 
     `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its learned scale multiplies the weight, which is
@@ -309,7 +311,7 @@ def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor
     """
     n, width = source.shape
     x = norm(source)
-    q, k, v = F.linear(x, weight[:3 * width] * scale).view(n, 3, -1, head_dim).unbind(1)
+    q, k, v = projection(x, weight[:3 * width] * scale, fp8).view(n, 3, -1, head_dim).unbind(1)
     q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
     if key_offset:
         rotary = 2 * cos.size(-1)
@@ -323,11 +325,11 @@ def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor
     return q, k, v.contiguous(), gate
 
 
-def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
+def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor, fp8: bool = False) -> Tensor:
     """What attention adds to the residual (n, width): gated heads through O, whose learned scale multiplies the weight."""
     y = y if gate is None else y * gate
     width = weight.size(-1)
-    return F.linear(y.flatten(1), weight[3 * width:] * scale)
+    return projection(y.flatten(1), weight[3 * width:] * scale, fp8)
 
 
 def gated_skip(x: Tensor, skipped: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
@@ -477,14 +479,14 @@ class GPT(nn.Module):
                 scale_qkv, scale_out = scales[a].unbind()
                 q, k, values, gate = run[attention_inputs](
                     source, self.bank[a], scale_qkv, gates[a], value_row, None if v is None else value_gates[v], cos, sin,
-                    is_start, config.head_dim, config.key_offset and layer.long_window)
+                    is_start, config.head_dim, config.key_offset and layer.long_window, self.fp8 and config.fp8_attention)
                 window = step.windows[layer.long_window] * config.window_block
                 y = self.attend(q, k, values, batch.boundaries, batch.max_length, window, attention_scale)
-                update = run[attention_output](y, gate, self.bank[a], scale_out)
+                update = run[attention_output](y, gate, self.bank[a], scale_out, self.fp8 and config.fp8_attention)
             elif layer.skip_from is not None and config.skip:
                 update = run[gated_skip](x, outputs[layer.skip_from], self.skip_gate, skip)
             x, normed = run[mlp_input](x, update, bigram, bigram_scales[i], residuals[i].unbind())
-            x = x + run[mlp_twin](normed, *self.mlp_weights(i), self.fp8 and config.fp8_mlp)
+            x = run[mlp_twin](x, normed, *self.mlp_weights(i), self.fp8 and config.fp8_mlp)       # the kernel writes over x
             outputs.append(x)
         early = outputs[config.backout_layer] if config.backout else None
         x = run[head_input](x, early, backout)
@@ -1071,7 +1073,8 @@ def run(config: Config, world: World) -> None:
     say(f"{config.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters in {model.dtype}, "
         f"{world.size} x {device_name(world.device)}")
     say(f"attention: {model.attention_backend}" + (f" ({model.attention_note})" if model.attention_note else ""))
-    say(f"head{' and MLP' * config.fp8_mlp}: FP8" if model.fp8 else
+    fp8 = ["head"] + ["MLP"] * config.fp8_mlp + ["attention's projections"] * config.fp8_attention
+    say(f"{', '.join(fp8)}: FP8" if model.fp8 else
         f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
     if loader.epochs > 1:
         say(f"data: the schedule takes {loader.epochs:.2f} epochs of {len(loader.text)} shards; tokens repeat after the first")

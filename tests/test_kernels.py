@@ -251,11 +251,12 @@ def test_mlp_backward_is_the_gradient():
     torch.testing.assert_close(relu_squared_backward_reference(grad, w_out, act.detach()), expected)
 
 
-def mlp_results(function, x, w_in, w_out, grad, fp8: bool) -> list[torch.Tensor]:
-    """The output and the three gradients."""
-    x, w_in, w_out = (tensor.detach().requires_grad_() for tensor in (x, w_in, w_out))
-    out = function(x, w_in, w_out, fp8)
-    return [out.detach(), *torch.autograd.grad(out, (x, w_in, w_out), grad.to(out.dtype))]
+def mlp_results(function, x, w_in, w_out, grad, fp8: bool, residual=None) -> list[torch.Tensor]:
+    """The output and the gradients of x, the weights and the residual, which is zero if not given."""
+    residual = torch.zeros_like(x) if residual is None else residual
+    x, w_in, w_out, residual = (tensor.detach().requires_grad_() for tensor in (x, w_in, w_out, residual))
+    out = function(1 * residual, x, w_in, w_out, fp8)
+    return [out.detach(), *torch.autograd.grad(out, (x, w_in, w_out, residual), grad.to(out.dtype))]
 
 
 def mlp_inputs(tokens: int, width: int, hidden: int) -> list[torch.Tensor]:
@@ -269,9 +270,24 @@ def mlp_inputs(tokens: int, width: int, hidden: int) -> list[torch.Tensor]:
 
 def test_mlp_function_is_its_twin():
     inputs = mlp_inputs(150, 40, 72)
-    exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False)
-    for fused, plain, wanted in zip(mlp_results(mlp, *inputs, False), mlp_results(mlp_twin, *inputs, False), exact):
-        assert_as_exact_as_pytorch(fused, plain, wanted)
+    for residual in (None, inputs[3].flip(0)):
+        exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False, None if residual is None else residual.double())
+        results = (mlp_results(function, *inputs, False, residual) for function in (mlp, mlp_twin))
+        for fused, plain, wanted in zip(*results, exact):
+            assert_as_exact_as_pytorch(fused, plain, wanted)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_mlp_adds_where_the_residual_stands(fp8):
+    """And its twin leaves the residual alone."""
+    x, w_in, w_out, _ = mlp_inputs(48, 32, 64)
+    for function in (mlp_twin, mlp):
+        residual = random(48, 32).type_as(x)
+        kept = residual.clone()
+        out = function(residual, x, w_in, w_out, fp8)
+        assert torch.equal(residual, out) if function is mlp else torch.equal(residual, kept)
+        added = function(torch.zeros_like(x), x, w_in, w_out, fp8)
+        torch.testing.assert_close(out, kept + added, **(dict(atol=0.02, rtol=0.02) if DEVICE == "cuda" else {}))
 
 
 def test_mlp_function_in_fp8():

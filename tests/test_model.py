@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from kernels import fp8_linear
+from kernels import fp8_linear, mlp
 from kernels.attention import ATTENTION, choose_attention
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.rotary import rotary_tables, rotate
@@ -181,13 +181,132 @@ def test_fp8_linear_is_near_the_plain_product_and_honours_the_gradient():
         torch.testing.assert_close(2 * once, double)
 
 
+def has_row_scales() -> bool:
+    eye = torch.eye(16, device=DEVICE).to(torch.float8_e4m3fn)
+    try:
+        ones = torch.ones(16, 1, device=DEVICE)
+        return fp8_linear.product(eye, eye.T, ones, ones.T, fast=True).any().item()
+    except (RuntimeError, ValueError):
+        return False
+
+
+row_scales = pytest.mark.skipif(not has_row_scales(), reason="this torch or GPU multiplies FP8 matrices with one scale each only")
+
+
+def projection_inputs(tokens: int = 64, width: int = 128, out: int = 96) -> list[torch.Tensor]:
+    """Tokens, neurons and gradients of very different sizes: what one scale a tensor would lose."""
+    torch.manual_seed(0)
+    x, weight, gradient = torch.randn(tokens, width), torch.randn(out, width) * 0.05, torch.randn(tokens, out)
+    for tensor, power in ((x, 10), (weight, 4), (gradient, 30)):
+        tensor *= torch.logspace(-power, power, len(tensor), 2)[torch.randperm(len(tensor)), None]
+    return [tensor.to(DEVICE, torch.bfloat16) for tensor in (x, weight, gradient)]
+
+
+def projected(x, weight, gradient, fp8: bool = True) -> list[torch.Tensor]:
+    """The output and the two gradients."""
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    out = fp8_linear.projection(x, weight, fp8)
+    return [out.detach(), *torch.autograd.grad(out, (x, weight), gradient)]
+
+
+@row_scales
+def test_fp8_projection_is_near_the_exact_product_in_every_row():
+    inputs = projection_inputs()
+    exact = projected(*(tensor.double() for tensor in inputs), fp8=False)
+    plain, fp8 = projected(*inputs, fp8=False), projected(*inputs)
+    for found, wanted in zip(fp8[:2], exact):
+        assert found.dtype == torch.bfloat16
+        assert ((found.double() - wanted).norm(dim=1) < 0.1 * wanted.norm(dim=1)).all()
+    assert torch.equal(fp8[2], plain[2])                    # the weight's gradient is not FP8
+    x, weight, gradient = inputs
+    for power in (-40, 40):                                 # honours the gradient's scale, exactly
+        scaled = projected(x, weight, gradient * 2.0 ** power)
+        assert torch.equal(scaled[1], fp8[1] * 2.0 ** power) and torch.equal(scaled[2], fp8[2] * 2.0 ** power)
+    assert not any(tensor.any() for tensor in (*projected(x, weight, 0 * gradient)[1:], projected(0 * x, weight, gradient)[0]))
+
+
+@row_scales
+def test_fp8_projection_rounds_each_token_by_itself_and_shows_nan():
+    x, weight, gradient = projection_inputs()
+    out, grad_x, _ = projected(x, weight, gradient)
+    for wrong in (1e4, math.nan, math.inf):
+        x[40, 3] = gradient[50, 5] = wrong
+        for now, before, row in zip(projected(x, weight, gradient), (out, grad_x), (40, 50)):
+            assert ((now != before).any(1).nonzero() == row).all() and now[row].isfinite().all() == math.isfinite(wrong)
+
+
+def test_fp8_projection_refuses_other_sizes_than_multiples_of_16():
+    for tokens, width, out, name in ((60, 128, 96, "x"), (64, 120, 96, "x"), (64, 128, 90, "weight")):
+        x, weight, _ = projection_inputs(tokens, width, out)
+        with pytest.raises(ValueError, match=f"{name} must be a matrix whose sizes are multiples of 16"):
+            fp8_linear.projection(x, weight, True)
+        assert fp8_linear.projection(x, weight, False).shape == (tokens, out)
+
+
+@row_scales
+def test_fp8_attention_compiles_in_one_piece():
+    """Norm, FP8 products and gate in one graph, forward and backward, also where the number of tokens changes."""
+    one, gate = torch.ones((), device=DEVICE), torch.randn(2, 12, device=DEVICE)
+    weight = torch.randn(128, 32, device=DEVICE) * 0.1
+    cos, sin, _ = rotary_tables([8], 96, 8, 1024.0, 0.1, True, DEVICE)[8]
+
+    def whole(x):
+        is_start = torch.zeros(len(x), dtype=torch.bool, device=DEVICE)
+        tables = cos[:len(x)], sin[:len(x)]
+        _, _, v, gates = train_gpt.attention_inputs(x, weight, one, gate, None, None, *tables, is_start, 16, True, True)
+        return train_gpt.attention_output(v, gates, weight, one, True)
+
+    one_graph = torch.compile(whole, backend="aot_eager", fullgraph=True)
+    for tokens in (48, 64, 96):
+        x = torch.randn(tokens, 32, device=DEVICE, requires_grad=True)
+        (eager, expected), (out, grad) = ((out, *torch.autograd.grad(out.square().sum(), x)) for out in (whole(x), one_graph(x)))
+        torch.testing.assert_close(out, eager)
+        torch.testing.assert_close(grad, expected)
+
+
+@row_scales
+def test_fp8_attention_trains_like_bf16_and_off_is_off(config, monkeypatch):
+    gradients, calls = [], []
+    monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
+    row_product = fp8_linear.row_product
+    monkeypatch.setattr(fp8_linear, "row_product", lambda *arguments, **more: calls.append(0) or row_product(*arguments, **more))
+    for settings in (dict(fp8=False, fp8_attention=True), dict(fp8=True), dict(fp8=True, fp8_attention=True)):
+        trainer = train_gpt.Trainer(replace(config, **settings), train_gpt.World())
+        awake(trainer.model)
+        trainer.model(train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE), trainer.schedule.at(0))[0].backward()
+        assert len(calls) == 4 * len(trainer.model.attention_index) * (len(settings) == 2 and settings["fp8"])
+        gradients.append(torch.stack([matrix.grad for matrix in trainer.model.bank]).float())
+    _, head, both = gradients
+    assert 0 < (both - head).norm() < 0.2 * head.norm()
+
+
+def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
+    """`MLP` adds in place to an output of `mlp_input`, which compiled code must not have kept for its backward."""
+    def whole(first, second):
+        x, bigram, *weights = (tensor.clone().requires_grad_() for tensor in inputs)
+        scales = torch.tensor([0.9, 1.1, 0.3], device=DEVICE, requires_grad=True)
+        residual, normed = first(x, x.sin(), bigram, scales[2], scales[:2].unbind())
+        out = second(residual, normed, *weights)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, bigram, *weights, scales))]
+
+    for name in ("relu_squared", "relu_squared_backward"):  # on GPUs the kernels take minutes to compile in float32
+        monkeypatch.setattr(mlp, name, getattr(mlp, f"{name}_reference"))
+    torch.manual_seed(0)
+    inputs = [torch.randn(n, 16, device=DEVICE) for n in (48, 48, 64, 64)]
+    compiled = torch.compile(train_gpt.mlp_input, backend="aot_eager", fullgraph=True)
+    expected = whole(train_gpt.mlp_input, lambda *tensors: mlp.mlp_twin(*tensors, False))
+    for first in (compiled, train_gpt.mlp_input):
+        for found, wanted in zip(whole(first, mlp.MLP.apply), expected):
+            torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+
 def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("an FP8 product with FP8 off")
     monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     for fp8 in (True, False):
-        trainer = train_gpt.Trainer(replace(config, fp8=fp8, fp8_mlp=True), train_gpt.World())
+        trainer = train_gpt.Trainer(replace(config, fp8=fp8, fp8_mlp=True, fp8_attention=True), train_gpt.World())
         assert trainer.model.fp8 is fp8
         if fp8:
             with pytest.raises(AssertionError, match="FP8 product"):
