@@ -67,28 +67,30 @@ class Layer:
     value_embedding: bool = False       # a table of its own, one row a token, added to V through a gate
     attends_to: int | None = None       # attention reads that layer's output in place of the running residual
     skip_from: int | None = None        # in place of attention: that layer's output, gated
+    paired: bool = False                # with `paired_heads`: two heads' queries attend to the keys of both
+    mixes: bool = False                 # with `mixing`: the stream that enters is mixed with earlier ones
 
 
 SPEEDRUN_LAYERS = (
-    Layer(),
+    Layer(paired=True),
     Layer(value_embedding=True),
-    Layer(value_embedding=True),
+    Layer(value_embedding=True, paired=True),
     Layer(long_window=True),
     Layer(),
-    Layer(),
+    Layer(paired=True),
     Layer(attention=False, skip_from=3),
     Layer(),                                                             # its output is also subtracted before the head
     Layer(value_embedding=True, attends_to=7),
-    Layer(value_embedding=True, attends_to=7),
-    Layer(value_embedding=True, attends_to=7, long_window=True),
+    Layer(value_embedding=True, attends_to=7, paired=True),
+    Layer(value_embedding=True, attends_to=7, long_window=True, mixes=True),
 )
 
 CPU_LAYERS = (                                                           # every part of the table above, in 5 layers
-    Layer(value_embedding=True),
+    Layer(value_embedding=True, paired=True),
     Layer(long_window=True),
     Layer(attention=False, skip_from=1),
     Layer(),
-    Layer(value_embedding=True, attends_to=2, long_window=True),
+    Layer(value_embedding=True, attends_to=2, long_window=True, mixes=True),
 )
 
 
@@ -117,6 +119,8 @@ class Config:
     attention_scale: float = 0.1
     gate_channels: int = 12             # of a token's vector that its gates see
     bigram_rows: int = 377_280          # rows of the hashed (previous, current) table; 0: no table
+    bigram_signs: int = 0               # random sign vectors, 8192 or so, one of which multiplies a token's row; 0: none
+    trigram: bool = False               # a second row of that table, by the last three tokens, is added to the first
     value_embeddings: bool = True
     attention_gates: bool = True
     smear: bool = True                  # each token's embedding adds a gated share of the previous one's
@@ -124,6 +128,10 @@ class Config:
     skip: bool = True
     backout: bool = True
     late_input: bool = True             # honour `Layer.attends_to`
+    exclusive_attention: bool = False   # less a learned share of each head's output that lies along the token's own value
+    paired_heads: bool = False          # honour `Layer.paired`
+    mixing: bool = False                # honour `Layer.mixes`, and mix the stream that enters the head
+    mix_sources: tuple[int, ...] = (0, 2, 4, 6, 8)  # the streams to mix in, by the layer that they enter
 
     # Schedule
     steps: int = 1270                   # over the stages
@@ -200,7 +208,7 @@ PRESETS = {
     "corpus": replace(SPEEDRUN, preset="corpus", steps=690, epochs=2, data_path=""),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
-        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, bigram_rows=16_384,
+        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, bigram_rows=16_384, mix_sources=(0, 1, 3),
         steps=150, extra_steps=10, batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), window_block=32,
         windows=((1, 3), (3, 7), (5, 11)), momentum_warmup=100, momentum_cooldown=20,
         val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
@@ -267,6 +275,10 @@ def check_config(config: Config) -> None:
                         "a chunk holds whole sequences: raise it or lower the other")
     if config.steps < stages or config.extra_steps < 0:
         raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for each of {stages} stages")
+    if config.paired_heads and config.heads % 2:
+        raise UserError(f"--paired_heads true: {config.heads} heads of --head_dim {config.head_dim} do not make pairs")
+    if config.mixing and not all(0 <= source < len(config.layers) for source in config.mix_sources):
+        raise UserError(f"--mix_sources {config.mix_sources}: choose layers from 0 to {len(config.layers) - 1}")
     if config.attention not in ("auto", *ATTENTION):
         raise UserError(f"--attention {config.attention}: choose auto, {', '.join(ATTENTION)}")
 
@@ -294,11 +306,38 @@ def embed(rows: Tensor, is_start: Tensor, smear_gate: Tensor | None, smear: Tens
     return norm(x + gate[:, None].type_as(x) * previous(x, is_start))
 
 
-def bigram_index(tokens: Tensor, is_start: Tensor, count: int) -> Tensor:
-    """Which of `count` rows (n,) belongs to (previous, current); a sequence's first token has no previous one."""
+def ngram_index(tokens: Tensor, is_start: Tensor, count: int, trigram: bool) -> Tensor:
+    """Which of `count` rows belongs to (previous, current) (n,), or (n, 2) that one and the one of the last three tokens.
+
+    A sequence's first token has no previous one, its second none before that: 0 stands there, and tokens count from 1.
+    """
     current = tokens.long()
-    before = torch.cat([current[:1], current[:-1]]).masked_fill(is_start, -1) + 1
-    return (before * 1_000_003 ^ current * 998_244_353) % count
+    before = previous(current + 1, is_start)
+    index = (before * 1_000_003 ^ current * 998_244_353) % count
+    if not trigram:
+        return index
+    third = previous(before, is_start) * 1_000_000_007 ^ before * 805_306_457 ^ current * 402_653_189
+    return torch.stack([index, third % count], dim=1)
+
+
+def sign_rows(rows: Tensor, tokens: Tensor, is_start: Tensor, signs: Tensor) -> Tensor:
+    """rows (n, width) times that row of `signs` (count, width), ±1 int8, which the previous and the current token choose.
+
+    Pairs of tokens that share a row of the table then share it up to signs, and what one leaves there is noise to the other.
+    """
+    return rows * signs[(previous(tokens, is_start) ^ tokens) % len(signs)].type_as(rows)
+
+
+def mix(streams: list[Tensor], static: Tensor, to_hidden: Tensor, to_weights: Tensor) -> Tensor:
+    """The sum of `streams` (n, width), the current one last, each weighted for each token; arXiv 2502.12170, MUDD.
+
+    The norm of a token's row is one number, so it scales the few products; the normed row itself is never written.
+    """
+    x = streams[-1]
+    scale = x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+    hidden = F.gelu(scale * F.linear(x, to_hidden.type_as(x)))           # (n, streams), float32
+    weights = static + F.linear(hidden, to_weights)
+    return sum(weights[:, i:i + 1] * stream for i, stream in enumerate(streams)).type_as(x)
 
 
 def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_row: Tensor | None,
@@ -307,12 +346,13 @@ def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor
     """q, k, v (n, heads, head_dim) and the gates of the heads (n, heads, 1) from the residual that attention reads.
 
     `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its learned scale multiplies the weight, which is
-    10 to 30 times smaller than the activations.
+    10 to 30 times smaller than the activations. With 2n positions in `cos` and `sin`, the first half of token t's heads has
+    position 2t and the second 2t + 1.
     """
     n, width = source.shape
     x = norm(source)
     q, k, v = projection(x, weight[:3 * width] * scale, fp8).view(n, 3, -1, head_dim).unbind(1)
-    q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
+    q, k = (rotate(norm(part).reshape(len(cos), -1, head_dim), cos, sin).view(part.shape) for part in (q, k))
     if key_offset:
         rotary = 2 * cos.size(-1)
         k = torch.cat([k[..., :rotary], previous(k[..., rotary:], is_start)], dim=-1)
@@ -325,8 +365,16 @@ def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor
     return q, k, v.contiguous(), gate
 
 
-def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor, fp8: bool = False) -> Tensor:
-    """What attention adds to the residual (n, width): gated heads through O, whose learned scale multiplies the weight."""
+def attention_output(y: Tensor, v: Tensor, share: Tensor | None, gate: Tensor | None, weight: Tensor, scale: Tensor,
+                     fp8: bool = False) -> Tensor:
+    """What attention adds to the residual (n, width): gated heads through O, whose learned scale multiplies the weight.
+
+    y (n, heads, head_dim) first loses a `share` (heads,) of its part along the token's own value v; arXiv 2603.09078.
+    """
+    if share is not None:
+        y32, v32 = y.float(), v.float()
+        along = (y32 * v32).sum(-1, keepdim=True) / v32.square().sum(-1, keepdim=True).clamp_min(1e-6)
+        y = (y32 - share[:, None] * along * v32).type_as(y)
     y = y if gate is None else y * gate
     width = weight.size(-1)
     return projection(y.flatten(1), weight[3 * width:] * scale, fp8)
@@ -384,15 +432,18 @@ class GPT(nn.Module):
         self.fp8 = config.fp8 and has_fp8(device)
         long_windows = [*(long for _, long in config.windows), config.final_windows[1], config.val_window]
         longest = max(config.val_chunk, *(tokens // config.micro_batches for tokens in config.batch_tokens))
-        self.rotary = rotary_tables([w * config.window_block for w in long_windows], longest, int(config.head_dim * config.rotary_share),
-                                    config.rotary_base, config.attention_scale, config.yarn, device)
+        self.rotary = rotary_tables([w * config.window_block for w in long_windows], longest * (2 if config.paired_heads else 1),
+                                    int(config.head_dim * config.rotary_share), config.rotary_base, config.attention_scale,
+                                    config.yarn, device)
         self.loss_weights = torch.ones(3, device=device)
         layers, width, heads = config.layers, config.width, config.heads
         attention = [i for i, layer in enumerate(layers) if layer.attention]
         valued = [i for i, layer in enumerate(layers) if layer.value_embedding and config.value_embeddings]
+        mixed = [i for i in range(len(layers) + 1) if config.mixing and (i == len(layers) or layers[i].mixes)]   # the last: head
         # Which matrix, table or gate of the stacks below belongs to a layer.
         self.attention_index = {layer: i for i, layer in enumerate(attention)}
         self.value_index = {layer: i for i, layer in enumerate(valued)}
+        self.mix_sources = {layer: [source for source in config.mix_sources if source < layer] + [layer] for layer in mixed}
 
         def table(rows: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(rows, width, device=device, dtype=self.dtype))
@@ -405,6 +456,8 @@ class GPT(nn.Module):
         self.head, self.embedding = table(config.padded_vocab), table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
         self.bigram_table = table(config.bigram_rows) if config.bigram_rows else None
+        self.register_buffer("bigram_signs", torch.empty(config.bigram_signs, width, device=device, dtype=torch.int8)
+                             if config.bigram_rows and config.bigram_signs else None)
         self.attention_scalars = small(len(attention), 2)                # of Q, K, V and of O
         self.residual_scalars = small(len(layers), 2)                    # of the two sub-layers
         self.bigram_scalars = small(len(layers))
@@ -413,9 +466,14 @@ class GPT(nn.Module):
         self.skip_gate = small(config.gate_channels)
         self.attention_gates = small(len(attention), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
+        self.exclusive_shares = small(len(attention), heads) if config.exclusive_attention else None
+        counts = [len(sources) for sources in self.mix_sources.values()]
+        self.mix_static = nn.ParameterList(small(count) for count in counts)
+        self.mix_hidden = nn.ParameterList(small(count, width) for count in counts)
+        self.mix_weights = nn.ParameterList(small(count, count) for count in counts)
         self.initialise()
-        self.part = compiled(config, device, embed, bigram_index, embedding_twin, attention_inputs, attention_output, gated_skip,
-                             mlp_input, mlp_twin, head_input, head_loss_twin)
+        self.part = compiled(config, device, embed, ngram_index, embedding_twin, sign_rows, mix, attention_inputs,
+                             attention_output, gated_skip, mlp_input, mlp_twin, head_input, head_loss_twin)
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -438,10 +496,24 @@ class GPT(nn.Module):
         self.residual_scalars.fill_(1.1 ** 0.5)
         self.bigram_scalars.fill_(0.05)
         self.scalars.copy_(torch.tensor([0.0, 0.2, 0.5]))
+        for static, hidden in zip(self.mix_static, self.mix_hidden):     # at first the current stream alone
+            static[-1] = 1
+            hidden.normal_(std=width ** -0.5, generator=generator)
+        if self.bigram_signs is not None:                                # a stream of their own: they depend on no other setting
+            signs = torch.Generator(self.device).manual_seed(self.config.seed)
+            self.bigram_signs.random_(2, generator=signs).mul_(2).sub_(1)
 
     def mlp_weights(self, layer: int) -> tuple[Tensor, Tensor]:
         first = len(self.attention_index) + 2 * layer
         return self.bank[first], self.bank[first + 1]
+
+    def enter(self, layer: int, streams: list[Tensor]) -> Tensor:
+        """What enters a layer, or after the last one the head: the last of `streams`, mixed with earlier ones if it says so."""
+        if layer not in self.mix_sources:
+            return streams[layer]
+        i = list(self.mix_sources).index(layer)
+        return self.part[mix]([streams[source] for source in self.mix_sources[layer]],
+                              self.mix_static[i], self.mix_hidden[i], self.mix_weights[i])
 
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None) -> tuple[Tensor, Tensor]:
         """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32).
@@ -453,51 +525,55 @@ class GPT(nn.Module):
         is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
         is_start = is_start.index_fill_(0, batch.boundaries.long(), True)[:n]
         cos, sin, attention_scale = self.rotary[step.windows[1] * config.window_block]
-        cos, sin = cos[:n], sin[:n]
         smear, skip, backout = self.scalars.unbind()
         loss_weights = self.loss_weights[:len(step.multi_token)]
-        scales, residuals = self.attention_scalars.unbind(), self.residual_scalars.unbind()
+        fp8, scales, residuals = self.fp8 and config.fp8_attention, self.attention_scalars.unbind(), self.residual_scalars.unbind()
         bigram_scales, value_gates = self.bigram_scalars.unbind(), self.value_gates.unbind()
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
+        shares = [None] * len(scales) if self.exclusive_shares is None else self.exclusive_shares.unbind()
 
         sort = sort_rows if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
         by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
         reached(-1, None)
-        x = run[embed](run[embedding_twin](self.head if step.tied else self.embedding, by_token), is_start, self.smear_gate, smear)
+        rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
+        streams = [run[embed](rows, is_start, self.smear_gate, smear)]   # streams[i] enters layer i, the last one the head
         bigram = None
         if self.bigram_table is not None:
-            index = run[bigram_index](batch.tokens, is_start, len(self.bigram_table))
+            index = run[ngram_index](batch.tokens, is_start, len(self.bigram_table), config.trigram)
             bigram = run[embedding_twin](self.bigram_table, sort(index))
-        outputs: list[Tensor] = []
+            if self.bigram_signs is not None:
+                bigram = run[sign_rows](bigram, batch.tokens, is_start, self.bigram_signs)
         for i, layer in enumerate(config.layers):
+            x, update = self.enter(i, streams), None
             reached(i, x)
-            update = None
             if layer.attention:
                 a, v = self.attention_index[i], self.value_index.get(i)
-                source = outputs[layer.attends_to] if config.late_input and layer.attends_to is not None else x
+                source = streams[layer.attends_to + 1] if config.late_input and layer.attends_to is not None else x
                 value_row = None if v is None else run[embedding_twin](self.value_tables[v], by_token)
                 scale_qkv, scale_out = scales[a].unbind()
+                pair = 2 if config.paired_heads and layer.paired else 1  # a pair of heads is one of twice the tokens
                 q, k, values, gate = run[attention_inputs](
-                    source, self.bank[a], scale_qkv, gates[a], value_row, None if v is None else value_gates[v], cos, sin,
-                    is_start, config.head_dim, config.key_offset and layer.long_window, self.fp8 and config.fp8_attention)
+                    source, self.bank[a], scale_qkv, gates[a], value_row, None if v is None else value_gates[v], cos[:pair * n],
+                    sin[:pair * n], is_start, config.head_dim, config.key_offset and layer.long_window, fp8)
                 window = step.windows[layer.long_window] * config.window_block
-                y = self.attend(q, k, values, batch.boundaries, batch.max_length, window, attention_scale)
-                update = run[attention_output](y, gate, self.bank[a], scale_out, self.fp8 and config.fp8_attention)
+                y = self.attend(*(heads.view(pair * n, -1, config.head_dim) for heads in (q, k, values)),
+                                batch.boundaries if pair == 1 else 2 * batch.boundaries,
+                                pair * batch.max_length, pair * window, attention_scale).view_as(values)
+                update = run[attention_output](y, values, shares[a], gate, self.bank[a], scale_out, fp8)
             elif layer.skip_from is not None and config.skip:
-                update = run[gated_skip](x, outputs[layer.skip_from], self.skip_gate, skip)
+                update = run[gated_skip](x, streams[layer.skip_from + 1], self.skip_gate, skip)
             x, normed = run[mlp_input](x, update, bigram, bigram_scales[i], residuals[i].unbind())
-            x = run[mlp_twin](x, normed, *self.mlp_weights(i), self.fp8 and config.fp8_mlp)       # the kernel writes over x
-            outputs.append(x)
-        early = outputs[config.backout_layer] if config.backout else None
-        x = run[head_input](x, early, backout)
+            streams.append(run[mlp_twin](x, normed, *self.mlp_weights(i), self.fp8 and config.fp8_mlp))      # the kernel writes over x
+        early = streams[config.backout_layer + 1] if config.backout else None
+        x = run[head_input](self.enter(len(config.layers), streams), early, backout)
         reached(len(config.layers), x)
         return run[head_loss_twin](x, self.head, batch.targets, is_start, loss_weights, self.fp8)
 
     def flops_per_token(self, step: "Step") -> float:
         """Of forward and backward: 6 a weight in a product, and attention over the windows that a token really sees."""
-        weights = sum(m.numel() for m in self.bank) + self.head.numel()
+        weights = sum(m.numel() for m in (*self.bank, self.head, *self.mix_hidden, *self.mix_weights))
         reach = sum(min(step.windows[layer.long_window] * self.config.window_block, step.sequence_length)
-                    for layer in self.config.layers if layer.attention)
+                    * (2 if self.config.paired_heads and layer.paired else 1) for layer in self.config.layers if layer.attention)
         return 6 * weights + 12 * self.config.width * reach
 
 
@@ -598,12 +674,13 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
     groups = [
         # name, parameters                                              first use   lr    betas          decay
-        small("scalars", [model.attention_scalars, model.bigram_scalars,
-                          model.scalars],                                           5.0,  (0.90, 0.99)),
+        small("scalars", [model.attention_scalars, model.bigram_scalars, model.scalars,
+                          model.exclusive_shares, *model.mix_static],               5.0,  (0.90, 0.99)),
         small("residual scalars", [model.residual_scalars],                         5.0,  (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                                     0.01, (0.90, 0.99)),
         small("gates", [model.attention_gates, model.value_gates,
                         model.skip_gate],                                           1.0,  (0.90, 0.99)),
+        small("mixing", [*model.mix_hidden, *model.mix_weights],                    0.25, (0.90, 0.99)),
         normuon("attention", list(model.bank[:matrices]), attention, [1.0] * matrices, squares=True),
         normuon("mlp", list(model.bank[matrices:]), both, [2.0, 4.0] * last, squares=False),         # MLP-in 2, MLP-out 4
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
@@ -759,8 +836,7 @@ class Optimizer:
         for name, shard in self.shards.items():
             first = self.world.of_rank_0(shard.weights)
             if differ := int((first.view(torch.uint8) != shard.weights.view(torch.uint8)).sum()):
-                raise UserError(f"rank {self.world.rank}: {differ} bytes of the weights of group {name!r} differ from rank 0's; "
-                                "a gather is missing or was not waited for: try --overlap false, --capture false")
+                raise UserError(f"rank {self.world.rank}: {differ} bytes of the weights of group {name!r} differ from rank 0's")
 
     @torch.no_grad()
     def gradients_complete(self, layer: int) -> None:

@@ -419,6 +419,22 @@ def test_embedding_adds_only_to_the_rows_it_read(n, count, width):
     assert torch.equal(results[1][untouched], old[untouched])
 
 
+def test_embedding_sums_the_rows_of_an_index_with_two_columns():
+    index = torch.randint(30, (90, 2), device=DEVICE, dtype=torch.int32)
+    index[::7] = 4                                                       # both columns one row, often
+    table, grad, gradients = random(30, 40), random(90, 40), []
+    for function in (embedding_twin, embedding):
+        leaf = table.clone().requires_grad_()
+        out = function(leaf, sort_rows(index))
+        torch.testing.assert_close(out, table[index[:, 0].long()] + table[index[:, 1].long()])
+        out.backward(grad)
+        gradients.append(leaf.grad)
+    exact = torch.zeros_like(table, dtype=torch.float64)
+    for column in index.long().unbind(1):
+        exact.index_add_(0, column, grad.double())
+    assert_as_exact_as_pytorch(gradients[1], gradients[0], exact)
+
+
 RUNS = {  # how often each row of a table occurs, in blocks of 16 positions
     "nothing": [0, 0, 0], "one position": [0, 1, 0], "all distinct": [1] * 50, "one run": [0, 101],
     "a run over several blocks, and short ones": [3, 0, 150, 1, 9, 2, 40, 5], "to the edges of blocks": [16, 32, 0, 48, 4, 12, 7, 9],

@@ -76,6 +76,14 @@ def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
         return torch.stack(trainer.model(train_gpt.to_device(batch._replace(targets=targets), DEVICE), trainer.schedule.at(0)))
 
 
+INGREDIENTS = {"bigram_signs": 64, "trigram": True, "exclusive_attention": True, "paired_heads": True, "mixing": True}      # off so far
+
+
+@pytest.fixture(params=[{}, INGREDIENTS], ids=["recipe", "every ingredient"])
+def trainer(config, request):
+    return train_gpt.Trainer(replace(config, **request.param), train_gpt.World())
+
+
 @pytest.mark.parametrize("position", [1, 17, 63, 100, 127])
 def test_model_is_causal(trainer, position):
     """Another token at `position`: every loss that does not predict it or what follows it is the same, bit for bit."""
@@ -90,7 +98,7 @@ def test_model_is_causal(trainer, position):
 
 
 def test_documents_do_not_see_each_other(trainer):
-    """Smear, bigram, key offset and multi-token targets stop at a sequence's start as attention does."""
+    """Smear, bigrams, trigrams, signs, key offset and multi-token targets stop at a sequence's start as attention does."""
     awake(trainer.model)
     batch = max(trainer.loader.batches(0), key=lambda batch: len(batch.boundaries.unique()))
     starts = batch.boundaries.unique().tolist()
@@ -116,6 +124,78 @@ def test_key_offset_takes_the_position_free_half_from_the_token_before():
     for i in range(n):
         expected = torch.zeros(heads, half) if is_start[i] else plain[i - 1, :, half:]
         assert torch.equal(offset[i, :, half:], expected)
+
+
+def test_ngrams_stop_at_a_sequences_start():
+    tokens = torch.tensor([7, 5, 6, 9, 5, 6, 9, 5, 6, 9], dtype=torch.int32)
+    is_start = torch.zeros(10, dtype=torch.bool)
+    is_start[[0, 4, 7]] = True
+    rows, signs = torch.ones(10, 16), torch.randint(0, 2, (999, 16), dtype=torch.int8) * 2 - 1
+    index = train_gpt.ngram_index(tokens, is_start, 10_007, trigram=True)
+    assert torch.equal(index[:, 0], train_gpt.ngram_index(tokens, is_start, 10_007, trigram=False))
+    signed = train_gpt.sign_rows(rows, tokens, is_start, signs)
+    assert torch.equal(index[4:7], index[7:]) and torch.equal(signed[4:7], signed[7:])
+    seen = [(None, None, 7), (None, 7, 5), (7, 5, 6), (5, 6, 9), (None, None, 5), (None, 5, 6), (5, 6, 9)]
+    for i, a in enumerate(seen):
+        for j, b in enumerate(seen):
+            assert (index[i] == index[j]).tolist() == [a[1:] == b[1:], a == b]
+            assert torch.equal(signed[i], signed[j]) == (a[1:] == b[1:])
+
+
+def test_signs_come_from_the_seed_alone_and_are_saved(config):
+    signs = [train_gpt.GPT(replace(config, bigram_signs=64, **changes), DEVICE).state_dict()["bigram_signs"]
+             for changes in ({}, {"mixing": True, "bigram_rows": 64}, {"seed": 4})]
+    assert torch.equal(signs[0], signs[1]) and not torch.equal(signs[0], signs[2])
+    assert signs[0].shape == (64, config.width) and signs[0].abs().eq(1).all() and abs(signs[0].float().mean()) < 0.1
+
+
+def test_exclusive_attention_leaves_nothing_along_the_own_value():
+    torch.manual_seed(0)
+    y, v, one = torch.randn(20, 2, 16), torch.randn(20, 2, 16), torch.ones(())
+    v[3] = 0
+    y.requires_grad_(), v.requires_grad_()
+    weight = torch.eye(32).repeat(4, 1)
+    out = train_gpt.attention_output(y, v, torch.tensor([1.0, 0.5]), None, weight, one).view_as(y)
+    along, before = ((x * v).sum(-1) for x in (out, y))
+    torch.testing.assert_close(along[:, 0], torch.zeros(20), atol=1e-5, rtol=0)
+    torch.testing.assert_close(along[:, 1], before[:, 1] / 2)
+    assert torch.equal(out[3], y[3])
+    out.square().sum().backward()
+    assert y.grad.isfinite().all() and v.grad.isfinite().all()
+    assert torch.equal(train_gpt.attention_output(y, v, torch.zeros(2), None, weight, one),
+                       train_gpt.attention_output(y, v, None, None, weight, one))
+
+
+def test_mix_against_its_formula():
+    torch.manual_seed(0)
+    streams = [torch.randn(9, 32) for _ in range(3)]
+    static, first, second = torch.randn(3), torch.randn(3, 32), torch.randn(3, 3)
+    x, static64, first64, second64 = (z.double() for z in (streams[-1], static, first, second))
+    hidden = F.gelu(x / x.square().mean(1, keepdim=True).sqrt() @ first64.T)
+    expected = torch.einsum("nj,jnw->nw", static64 + hidden @ second64.T, torch.stack(streams).double())
+    torch.testing.assert_close(train_gpt.mix(streams, static, first, second).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_paired_heads_are_one_head_over_twice_the_tokens(config, monkeypatch):
+    """Head 0 of token t at position 2t, head 1 at 2t + 1; only in the layers that say so."""
+    calls = []
+    model = train_gpt.GPT(replace(config, paired_heads=True), DEVICE)
+    monkeypatch.setattr(model, "attend", lambda *args: calls.append(args) or ATTENTION["plain"](*args))
+    batch = train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0]
+    step, n = train_gpt.Schedule(config).at(0), len(batch.tokens)
+    model(train_gpt.to_device(batch, DEVICE), step)
+    layers = [layer for layer in config.layers if layer.attention]
+    for layer, (q, k, v, boundaries, max_length, window, _) in zip(layers, calls, strict=True):
+        pair = 1 + layer.paired
+        assert q.shape == k.shape == v.shape == (pair * n, config.heads // pair, config.head_dim)
+        assert boundaries.tolist() == [pair * b for b in batch.boundaries.tolist()] and max_length == pair * batch.max_length
+        assert window == pair * step.windows[layer.long_window] * config.window_block
+    x, weight, one, width = torch.randn(n, config.width), torch.randn(4 * config.width, config.width), torch.ones(()), config.width
+    cos, sin, _ = rotary_tables([8], 2 * n, config.head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
+    paired, even, odd = (train_gpt.attention_inputs(x, weight, one, None, None, None, cos[part], sin[part], torch.zeros(n, dtype=torch.bool),
+                                                    config.head_dim, False) for part in (slice(None), slice(0, None, 2), slice(1, None, 2)))
+    for z, z_even, z_odd in zip(paired[:3], even, odd):
+        assert torch.equal(z, torch.cat([z_even[:, :1], z_odd[:, 1:]], dim=1))
 
 
 def test_multi_token_loss_against_cross_entropy():
@@ -254,7 +334,7 @@ def test_fp8_attention_compiles_in_one_piece():
         is_start = torch.zeros(len(x), dtype=torch.bool, device=DEVICE)
         tables = cos[:len(x)], sin[:len(x)]
         _, _, v, gates = train_gpt.attention_inputs(x, weight, one, gate, None, None, *tables, is_start, 16, True, True)
-        return train_gpt.attention_output(v, gates, weight, one, True)
+        return train_gpt.attention_output(v, v, None, gates, weight, one, True)
 
     one_graph = torch.compile(whole, backend="aot_eager", fullgraph=True)
     for tokens in (48, 64, 96):
@@ -351,7 +431,8 @@ SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "skip"
 
 
 @pytest.mark.parametrize("off", [*({name: False} for name in SWITCHES), {"bigram_rows": 0}, {"tied_share": 0.0},
-                                 {"multi_token": (((1.0, 1.0),),) * 3}], ids=lambda off: next(iter(off)))
+                                 {"multi_token": (((1.0, 1.0),),) * 3}, *({name: on} for name, on in INGREDIENTS.items())],
+                         ids=lambda off: next(iter(off)))
 def test_every_trick_can_be_switched_off(config, off):
     trainers = [train_gpt.Trainer(replace(config, **changes), train_gpt.World()) for changes in ({}, off)]
     losses = []
@@ -360,6 +441,42 @@ def test_every_trick_can_be_switched_off(config, off):
         steps = [trainer.schedule.at(i) for i in (1, 3, 5)]
         losses.append([trainer.step(s, trainer.loader.batches(s.index)).item() for s in steps])
     assert all(map(math.isfinite, losses[1])) and losses[0] != losses[1]
+
+
+@pytest.mark.parametrize("name", INGREDIENTS)
+def test_an_ingredient_adds_what_it_needs_and_starts_neutral(config, name):
+    """Off: no parameter, no buffer. On: those of the recipe start as they do without it, and so does the loss, but for paired heads."""
+    off, on = (train_gpt.Trainer(replace(config, **{name: value}), train_gpt.World())
+               for value in (type(INGREDIENTS[name])(), INGREDIENTS[name]))
+    recipe, states = train_gpt.GPT(config, DEVICE).state_dict(), [trainer.model.state_dict() for trainer in (off, on)]
+    assert list(recipe) == list(states[0]) and all(torch.equal(states[1][key], value) for key, value in recipe.items())
+    assert bool(set(states[1]) - set(recipe)) == (name not in ("trigram", "paired_heads"))
+    losses = [trainer.step(trainer.schedule.at(0), trainer.loader.batches(0)) for trainer in (off, on)]
+    assert torch.equal(*losses) == (name != "paired_heads")
+
+
+def test_every_parameter_of_every_ingredient_learns(config):
+    model = train_gpt.Trainer(replace(config, **INGREDIENTS), train_gpt.World()).model
+    groups = train_gpt.parameter_groups(model, config)
+    assert sorted(id(p) for group in groups for p in group.params) == sorted(id(p) for p in model.parameters())
+    awake(model)
+    batch = train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0]
+    model(train_gpt.to_device(batch, DEVICE), train_gpt.Schedule(config).at(5))[0].backward()
+    assert [name for name, p in model.named_parameters() if not p.grad.any()] == []
+    assert len(model.mix_static) == 2 and all(p.grad.all() for p in (*model.mix_static, *model.mix_weights))
+
+
+@pytest.mark.parametrize("setting, message", [({"paired_heads": True, "width": 96}, "3 heads"), ({"mixing": True, "mix_sources": (5,)}, "0 to 4")])
+def test_an_ingredient_refuses_what_it_cannot_do(config, setting, message):
+    with pytest.raises(train_gpt.UserError, match=message):
+        train_gpt.check_config(replace(config, **setting))
+
+
+def test_flops_count_what_an_ingredient_adds(config):
+    plain, paired, mixing = (train_gpt.GPT(replace(config, **changes), DEVICE).flops_per_token(train_gpt.Schedule(config).at(0))
+                             for changes in ({}, {"paired_heads": True}, {"mixing": True}))
+    assert paired - plain == 12 * config.width * 16                      # another window of 16 tokens, in one layer
+    assert mixing - plain == 2 * 6 * 4 * (config.width + 4)              # twice four streams
 
 
 def test_flops_grow_with_the_window(trainer):
