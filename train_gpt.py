@@ -40,7 +40,7 @@ from kernels.attention import ATTENTION, choose_attention
 from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
-from kernels.head_loss import head_loss, head_loss_twin
+from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
@@ -142,6 +142,7 @@ class Config:
     cooldown: float = 0.6               # share of the steps over which the learning rate falls linearly ...
     final_lr: float = 0.15              # ... to this share of itself
     adam_every: int = 2                 # steps whose gradients one Adam update takes together
+    softmax_samples: int = 0            # tokens beside a micro-batch's own targets whose logits it computes; 0: all tokens
 
     # Optimizer
     muon_lr: float = 0.023
@@ -265,6 +266,8 @@ def check_config(config: Config) -> None:
                         "a chunk holds whole sequences: raise it or lower the other")
     if config.steps < stages or config.extra_steps < 0:
         raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for each of {stages} stages")
+    if config.softmax_samples < 0:
+        raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, or 0 for all")
     if config.attention not in ("auto", *ATTENTION):
         raise UserError(f"--attention {config.attention}: choose auto, {', '.join(ATTENTION)}")
 
@@ -481,11 +484,18 @@ class GPT(nn.Module):
             outputs.append(x)
         early = outputs[config.backout_layer] if config.backout else None
         x = run[head_input](x, early, backout)
-        return run[head_loss_twin](x, self.head, batch.targets, is_start, loss_weights, self.fp8)
+        head, targets, column_weights = self.head, batch.targets, None
+        if columns := len(batch.columns):                                # sampled softmax: the rows of these tokens alone
+            head = run[embedding_twin](head, Sorted(batch.columns, batch.columns, torch.arange(columns, device=self.device)))
+            targets, column_weights = among_columns(targets, batch.columns, len(self.head))
+        return run[head_loss_twin](x, head, targets, is_start, loss_weights, self.fp8, column_weights)
 
-    def flops_per_token(self, step: "Step") -> float:
-        """Of forward and backward: 6 a weight in a product, and attention over the windows that a token really sees."""
-        weights = sum(m.numel() for m in self.bank) + self.head.numel()
+    def flops_per_token(self, step: "Step", columns: int | None = None) -> float:
+        """Of forward and backward: 6 a weight in a product, and attention over the windows that a token really sees.
+
+        `columns`: of how many tokens a sampled softmax computes the logits.
+        """
+        weights = sum(m.numel() for m in self.bank) + (columns or len(self.head)) * self.config.width
         reach = sum(min(step.windows[layer.long_window] * self.config.window_block, step.sequence_length)
                     for layer in self.config.layers if layer.attention)
         return 6 * weights + 12 * self.config.width * reach
@@ -876,7 +886,7 @@ class Trainer:
         if step.kind in self.graphs:
             graph, inputs = self.graphs[step.kind]
             for mine, new in zip(inputs, batches, strict=True):
-                copy_all(mine[:3], new[:3])
+                copy_all(mine[:-1], new[:-1])
             graph.replay()
         else:
             self.program(step, [to_device(batch, self.world.device) for batch in batches])
@@ -960,7 +970,8 @@ class Report:
         self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, momentum=step.momentum,
                        windows=step.windows, tokens=self.tokens, ms=round(ms, 3))
         rate = step.batch_tokens / ms * 1e3
-        mfu = f"{rate * self.trainer.model.flops_per_token(step) / self.peak / self.trainer.world.size:.0%}" if self.peak else "n/a"
+        flops = self.trainer.model.flops_per_token(step, self.trainer.loader.columns.get(step.batch_tokens))
+        mfu = f"{rate * flops / self.peak / self.trainer.world.size:.0%}" if self.peak else "n/a"
         validation = {} if math.isnan(self.validation_loss) else {"val": f"{self.validation_loss:.4f}"}
         self.bar.set_postfix(loss=f"{self.loss:.4f}", **validation, tok_s=f"{rate:,.0f}", MFU=mfu, refresh=False)
         self.bar.update()
@@ -1023,6 +1034,8 @@ def run(config: Config, world: World) -> None:
     say(f"attention: {model.attention_backend}" + (f" ({model.attention_note})" if model.attention_note else ""))
     say(f"head{' and MLP' * config.fp8_mlp}: FP8" if model.fp8 else
         f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
+    if loader.columns:
+        say(f"sampled softmax: {', '.join(f'{n:,}' for n in loader.columns.values())} of {config.padded_vocab:,} logits a token")
     if loader.epochs > 1:
         say(f"data: the schedule takes {loader.epochs:.2f} epochs of {len(loader.text)} shards; tokens repeat after the first")
     begin = time.time()
