@@ -23,12 +23,10 @@ from typing import Callable, Iterator, NamedTuple
 
 PROCESS_START = time.time()
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from data import embedded
 from data.loader import Batch, Loader, to_device, validation_batches
@@ -38,13 +36,14 @@ from kernels.attention import ATTENTION, choose_attention
 from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8, projection
-from kernels.head_loss import head_loss, head_loss_twin
+from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.rotary import rotary_tables, rotate
-from records.clock import Clock, Lap
-from records.machine import device_name, machine_facts, peak_flops
+from records.clock import Clock
+from records.machine import device_name, machine_facts
+from records.progress import Diverged, Report, summarise
 from records.run_log import LogError, RunLog, disk_errors
 
 ROOT = Path(__file__).resolve().parent
@@ -149,6 +148,7 @@ class Config:
     cooldown: float = 0.6               # share of the steps over which the learning rate falls linearly ...
     final_lr: float = 0.15              # ... to this share of itself
     adam_every: int = 2                 # steps whose gradients one Adam update takes together
+    softmax_samples: int = 0            # tokens beside a micro-batch's own targets whose logits it computes; 0: all tokens
 
     # Optimizer
     muon_lr: float = 0.023
@@ -279,6 +279,8 @@ def check_config(config: Config) -> None:
         raise UserError(f"--paired_heads true: {config.heads} heads of --head_dim {config.head_dim} do not make pairs")
     if config.mixing and not all(0 <= source < len(config.layers) for source in config.mix_sources):
         raise UserError(f"--mix_sources {config.mix_sources}: choose layers from 0 to {len(config.layers) - 1}")
+    if config.softmax_samples < 0:
+        raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, or 0 for all")
     if config.attention not in ("auto", *ATTENTION):
         raise UserError(f"--attention {config.attention}: choose auto, {', '.join(ATTENTION)}")
 
@@ -567,11 +569,18 @@ class GPT(nn.Module):
         early = streams[config.backout_layer + 1] if config.backout else None
         x = run[head_input](self.enter(len(config.layers), streams), early, backout)
         reached(len(config.layers), x)
-        return run[head_loss_twin](x, self.head, batch.targets, is_start, loss_weights, self.fp8)
+        head, targets, column_weights = self.head, batch.targets, None
+        if columns := len(batch.columns):                                # sampled softmax: the rows of these tokens alone
+            head = run[embedding_twin](head, Sorted(batch.columns, batch.columns, torch.arange(columns, device=self.device)))
+            targets, column_weights = among_columns(targets, batch.columns, len(self.head))
+        return run[head_loss_twin](x, head, targets, is_start, loss_weights, self.fp8, column_weights)
 
-    def flops_per_token(self, step: "Step") -> float:
-        """Of forward and backward: 6 a weight in a product, and attention over the windows that a token really sees."""
-        weights = sum(m.numel() for m in (*self.bank, self.head, *self.mix_hidden, *self.mix_weights))
+    def flops_per_token(self, step: "Step", columns: int | None = None) -> float:
+        """Of forward and backward: 6 a weight in a product, and attention over the windows that a token really sees.
+
+        `columns`: of how many tokens a sampled softmax computes the logits.
+        """
+        weights = sum(m.numel() for m in (*self.bank, *self.mix_hidden, *self.mix_weights)) + (columns or len(self.head)) * self.config.width
         reach = sum(min(step.windows[layer.long_window] * self.config.window_block, step.sequence_length)
                     * (2 if self.config.paired_heads and layer.paired else 1) for layer in self.config.layers if layer.attention)
         return 6 * weights + 12 * self.config.width * reach
@@ -986,7 +995,7 @@ class Trainer:
         if step.kind in self.graphs:
             graph, inputs = self.graphs[step.kind]
             for mine, new in zip(inputs, batches, strict=True):
-                copy_all(mine[:3], new[:3])
+                copy_all(mine[:-1], new[:-1])
             graph.replay()
         else:
             self.program(step, [to_device(batch, self.world.device) for batch in batches])
@@ -1056,49 +1065,6 @@ class Trainer:
         return [*(range(every, last, every) if every else ()), last]
 
 
-class Report:
-    """The console's one progress bar and the log's line a step. Losses are read when they have arrived, never waited for."""
-
-    def __init__(self, trainer: Trainer, log: RunLog, clock: Clock):
-        self.trainer, self.log, self.clock = trainer, log, clock
-        self.pending: deque[tuple[Step, Tensor, Lap]] = deque()
-        self.step_ms: list[float] = []
-        self.tokens, self.loss, self.validation_loss = 0, math.nan, math.nan
-        self.peak = peak_flops(trainer.world.device)
-        self.bar = tqdm(total=len(trainer.schedule), unit="step", disable=trainer.world.rank > 0, dynamic_ncols=True, mininterval=0.5)
-
-    def add(self, step: Step, loss: Tensor) -> None:
-        if loss.is_cuda:
-            loss = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
-        self.pending.append((step, loss, self.clock.lap()))
-        while self.pending and self.pending[0][2].ready():
-            self.take()
-
-    def take(self) -> None:
-        step, loss, lap = self.pending.popleft()
-        if not lap.ready():
-            lap.end.synchronize()
-        self.loss, ms = loss.item(), lap.ms()
-        if not math.isfinite(self.loss):
-            raise UserError(f"step {step.index + 1}: the training loss is {self.loss}; stopped before its update. Lower "
-                            "--muon_lr and --adam_lr, or try --fp8 false")
-        self.tokens += step.batch_tokens
-        self.step_ms.append(ms)
-        self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, momentum=step.momentum,
-                       windows=step.windows, tokens=self.tokens, ms=round(ms, 3))
-        rate = step.batch_tokens / ms * 1e3
-        mfu = f"{rate * self.trainer.model.flops_per_token(step) / self.peak / self.trainer.world.size:.0%}" if self.peak else "n/a"
-        validation = {} if math.isnan(self.validation_loss) else {"val": f"{self.validation_loss:.4f}"}
-        self.bar.set_postfix(loss=f"{self.loss:.4f}", **validation, tok_s=f"{rate:,.0f}", MFU=mfu, refresh=False)
-        self.bar.update()
-
-    def validation(self, steps_done: int, loss: float) -> None:
-        while self.pending:
-            self.take()
-        self.validation_loss = loss
-        self.log.write("validation", step=steps_done, loss=loss, time_s=round(self.clock.seconds, 4), tokens=self.tokens)
-
-
 def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> None:
     """The timed run: every step of the schedule, validation off the clock, the summary."""
     clock = Clock(trainer.world.device)
@@ -1121,25 +1087,6 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> None:
     summarise(trainer, log, report, startup)
 
 
-def summarise(trainer: Trainer, log: RunLog, report: Report, startup: dict[str, float]) -> None:
-    config, device, seconds, loss = trainer.config, trainer.world.device, report.clock.seconds, report.validation_loss
-    p50, p95 = np.percentile(report.step_ms, [50, 95])
-    summary = {"steps": len(trainer.schedule), "time_s": round(seconds, 4), "loss": loss, "tokens": report.tokens,
-               "tokens_per_s": round(report.tokens / seconds, 1),
-               "step_ms": {"p50": round(p50, 3), "p95": round(p95, 3), "max": round(max(report.step_ms), 3)},
-               "peak_memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None, **startup}
-    log.write("summary", **summary)
-    if trainer.world.rank:
-        return
-    per_byte = f" = {loss / math.log(2):.3f} bits per byte" if config.vocab_size == embedded.VOCAB_SIZE else ""
-    print(f"validation loss {loss:.4f} nats a token{per_byte} after {summary['steps']} steps in {seconds:.1f} s (target {config.target})")
-    memory = summary["peak_memory_bytes"]
-    print(f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, max {max(report.step_ms):.1f} ms; "
-          f"peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; started in {startup['startup_s']:.1f} s")
-    if log.path:
-        print(f"log {os.path.relpath(log.path)}")
-
-
 def run(config: Config, world: World) -> None:
     trainer = Trainer(config, world)
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
@@ -1152,6 +1099,8 @@ def run(config: Config, world: World) -> None:
     fp8 = ["head"] + ["MLP"] * config.fp8_mlp + ["attention's projections"] * config.fp8_attention
     say(f"{', '.join(fp8)}: FP8" if model.fp8 else
         f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
+    if loader.columns:
+        say(f"sampled softmax: {', '.join(f'{n:,}' for n in loader.columns.values())} of {config.padded_vocab:,} logits a token")
     if loader.epochs > 1:
         say(f"data: the schedule takes {loader.epochs:.2f} epochs of {len(loader.text)} shards; tokens repeat after the first")
     begin = time.time()
@@ -1180,7 +1129,7 @@ def main(argv: list[str] | None = None) -> int:
         run(config, world)
         world.close()
         return 0
-    except (UserError, ShardError, LogError) as error:
+    except (UserError, ShardError, LogError, Diverged) as error:
         message, status = str(error), 2
     except KeyboardInterrupt:
         message, status = "interrupted; the log so far is complete", 130

@@ -2,13 +2,13 @@
 import math
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Iterator, NamedTuple
+from typing import TYPE_CHECKING, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.packing import ShardedText, cut_documents, pack
+from data.packing import ShardedText, cut_documents, pack, sample_columns
 from data.shards import ShardError, document_starts, open_shard, shards_in
 
 if TYPE_CHECKING:
@@ -20,10 +20,12 @@ class Batch(NamedTuple):
     tokens: Tensor          # (n,) int32
     targets: Tensor         # (n,) int32: the next token; -1 is not scored
     boundaries: Tensor      # (sequences + 1,) int32: where each sequence starts, then n
-    max_length: int         # no sequence is longer
+    columns: Tensor         # (k,) int32, ascending: tokens whose logits are computed, all targets among them; (0,): all tokens
+    max_length: int         # no sequence is longer. All before it are tensors
 
 
-Span = tuple[int, int, int]     # a shard, and the first and the end of consecutive sequences of it
+Span = tuple[int, int, int]                 # a shard, and the first and the end of consecutive sequences of it
+Sequence = tuple[np.ndarray, int, int]      # a shard's tokens, where in them it starts, its length
 
 
 class Loader:
@@ -32,7 +34,7 @@ class Loader:
     Sequences begin where documents do, are cut to the step's length and packed end to end into micro-batches of fixed size,
     in the order of the shards; the last one of a micro-batch is cut to fit. The whole plan, which sequences go where, is made
     before the run: so too little data is an error then, the number of sequences in a batch has an exact bound, and the
-    position in the data needs no saving.
+    position in the data needs no saving. Only which tokens a sampled softmax draws (`columns`) depends on the seed as well.
     """
 
     def __init__(self, config: "Config", schedule: "Schedule", world: "World"):
@@ -43,6 +45,30 @@ class Loader:
         for step, micro_batches in zip(schedule, self.plan):
             counts = (sum(last - first for _, first, last in spans) for spans in micro_batches)
             self.most[step.batch_tokens] = max(self.most.get(step.batch_tokens, 0), *counts)
+        self.columns = self.count_columns() if config.softmax_samples else {}       # of a micro-batch, by batch size
+
+    def sequences(self, spans: list[Span], step: "Step") -> Iterator[Sequence]:
+        for shard, first, last in spans:
+            starts, before = self.text.sequences(shard, step.sequence_length)
+            tokens = np.asarray(self.text.tokens(shard))                 # slices of a memory map cost more
+            yield from ((tokens, *s) for s in zip(starts[first:last].tolist(), np.diff(before[first:last + 1]).tolist()))
+
+    def count_columns(self) -> dict[int, int]:
+        """How many columns hold every micro-batch's targets and the sample, by batch size: so a stage's shapes are fixed.
+
+        What is cut off the last sequence counts as well. 190 M tokens take about half a second.
+        """
+        columns: dict[int, int] = {}
+        for step, micro_batches in zip(self.schedule, self.plan):
+            for spans in micro_batches:
+                different = np.zeros(self.config.padded_vocab, bool)
+                different[self.config.document_start] = True             # the target of a shard's last token
+                following = [text[start + 1:start + 1 + length] for text, start, length in self.sequences(spans, step)]
+                different[np.concatenate(following, dtype=np.intp)] = True
+                wanted = int(np.count_nonzero(different)) + self.config.softmax_samples
+                wanted = min(wanted + -wanted % 256, self.config.padded_vocab)
+                columns[step.batch_tokens] = max(columns.get(step.batch_tokens, 0), wanted)
+        return columns
 
     def make_plan(self) -> Iterator[list[list[Span]]]:
         shard, position, epoch = 0, 0, 0
@@ -80,13 +106,14 @@ class Loader:
         step, share = self.schedule.at(index), self.config.micro_batches // self.world.size
         n = step.batch_tokens // self.config.micro_batches
         batches = []
-        for spans in self.plan[index][self.world.rank * share:(self.world.rank + 1) * share]:
-            sequences = []
-            for shard, first, last in spans:
-                starts, before = self.text.sequences(shard, step.sequence_length)
-                lengths = np.diff(before[first:last + 1])
-                sequences += [(self.text.tokens(shard), *s) for s in zip(starts[first:last].tolist(), lengths.tolist())]
-            batches.append(make_batch(sequences, n, self.most[step.batch_tokens], step.sequence_length, self.config))
+        for i in range(self.world.rank * share, (self.world.rank + 1) * share):
+            sequences = self.sequences(self.plan[index][i], step)
+            batch = make_batch(sequences, n, self.most[step.batch_tokens], step.sequence_length, self.config)
+            if count := self.columns.get(step.batch_tokens):
+                generator = np.random.default_rng([self.config.seed % 2**32, index, i])
+                columns = sample_columns(batch.targets.numpy(), count, self.config.padded_vocab, generator)
+                batch = batch._replace(columns=torch.from_numpy(columns))
+            batches.append(batch)
         return batches
 
     def prefetch(self, first: int, last: int) -> Iterator[list[Batch]]:
@@ -103,18 +130,18 @@ class Loader:
                     yield ahead.popleft().result()
 
 
-def make_batch(sequences: list[tuple[np.ndarray, int, int]], n: int, most: int, longest: int, config: "Config") -> Batch:
+def make_batch(sequences: Iterable[Sequence], n: int, most: int, longest: int, config: "Config") -> Batch:
     arrays = pack(sequences, n, most, longest, config.document_start)
-    return Batch(*map(torch.from_numpy, arrays), longest)
+    return Batch(*map(torch.from_numpy, arrays), torch.empty(0, dtype=torch.int32), longest)
 
 
 def pinned(batch: Batch, device: torch.device) -> Batch:
     """In memory from which a GPU copies while nothing waits."""
-    return batch if device.type == "cpu" else Batch(*(x.pin_memory() for x in batch[:3]), batch.max_length)
+    return batch if device.type == "cpu" else Batch(*(x.pin_memory() for x in batch[:-1]), batch.max_length)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(x.to(device, non_blocking=True) for x in batch[:3]), batch.max_length)
+    return Batch(*(x.to(device, non_blocking=True) for x in batch[:-1]), batch.max_length)
 
 
 def validation_batches(config: "Config") -> list[Batch]:

@@ -46,6 +46,18 @@ def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, lo
     return tokens, targets, np.array(boundaries + [n] * (most + 1 - len(boundaries)), np.int32)
 
 
+def sample_columns(targets: np.ndarray, count: int, vocabulary: int, generator: np.random.Generator) -> np.ndarray:
+    """`count` tokens of the vocabulary, ascending, int32: the targets (n,), without -1, and a uniform sample of the rest."""
+    chosen = np.zeros(vocabulary, bool)
+    chosen[targets[targets >= 0]] = True
+    others = np.flatnonzero(~chosen)
+    missing = count - (vocabulary - len(others))
+    if missing < 0:
+        raise ValueError(f"{count - missing} different targets in a batch with {count} columns; the bound must count every batch")
+    chosen[generator.choice(others, missing, replace=False, shuffle=False)] = True
+    return np.flatnonzero(chosen).astype(np.int32)
+
+
 class ShardedText:
     """The text of some shards, by number: its tokens, and the sequences that its documents are cut into. Read when first used."""
 

@@ -82,29 +82,38 @@ def orthogonalisation_cases() -> Iterator[Case]:
                        baseline=plain)
 
 
-def cross_entropy_cases(vocabulary: int = 50304) -> Iterator[Case]:
-    def inputs(tokens: int, k: int) -> tuple:
-        weights, scale = torch.tensor([1.0, 0.5, 0.25][:k], device="cuda"), torch.tensor(0.75 / 448, device="cuda")
-        return random(tokens, vocabulary) * 4, torch.randint(vocabulary, (tokens, k), device="cuda"), weights, scale
+def sampled(columns: int) -> Tensor:
+    """Weights of a sample's columns, as of a vocabulary of 50,304 and a batch whose targets are the first half of them."""
+    targets = columns // 2
+    return torch.where(torch.arange(columns, device="cuda") < targets, 1.0, (50304 - targets) / (columns - targets))
 
-    def kernel(logits: Tensor, targets: Tensor, weights: Tensor, scale: Tensor, dtype, both=False, tuned=None) -> tuple:
+
+def cross_entropy_cases() -> Iterator[Case]:
+    def inputs(tokens: int, vocabulary: int, k: int) -> tuple:
+        weights, scale = torch.tensor([1.0, 0.5, 0.25][:k], device="cuda"), torch.tensor(0.75 / 448, device="cuda")
+        full = vocabulary == 50304
+        targets = torch.randint(vocabulary if full else vocabulary // 2, (tokens, k), device="cuda")
+        return random(tokens, vocabulary) * 4, targets, weights, scale, None if full else sampled(vocabulary)
+
+    def kernel(logits: Tensor, targets: Tensor, weights: Tensor, scale: Tensor, columns: Tensor | None, dtype, both=False,
+               tuned=None) -> tuple:
         grad = None if dtype is None else torch.empty_like(logits, dtype=dtype)
         transposed = grad.new_empty(logits.shape[::-1]) if both else None
-        return cross_entropy.cross_entropy(logits, targets, weights, grad, transposed, scale, tuned), grad, transposed
+        return cross_entropy.cross_entropy(logits, targets, weights, grad, transposed, scale, columns, tuned), grad, transposed
 
-    def twin(logits: Tensor, targets: Tensor, weights: Tensor, scale: Tensor, dtype, both=False) -> tuple:
-        losses, grad = cross_entropy.cross_entropy_reference(logits, targets, weights, scale, dtype)
+    def twin(logits: Tensor, targets: Tensor, weights: Tensor, scale: Tensor, columns: Tensor | None, dtype, both=False) -> tuple:
+        losses, grad = cross_entropy.cross_entropy_reference(logits, targets, weights, scale, dtype, columns)
         return losses, grad, grad.mT.contiguous() if both else None
 
-    for tokens in (16384, 49152):
+    for tokens, vocabulary in ((16384, 50304), (49152, 50304), (49152, 16384)):
         for k, dtype, both in ((1, None, False), (3, torch.bfloat16, False), (3, torch.float8_e5m2, True)):
             kind = "loss only" if dtype is None else f"gradient {dtype} + transpose" if both else f"gradient {dtype}"
-            name = f"cross-entropy, {k} targets, {kind}".replace("torch.", "")
-            yield Case(name, f"{tokens} × {vocabulary}", partial(inputs, tokens, k),
+            name = f"cross-entropy{' of a sample' * (vocabulary < 50304)}, {k} targets, {kind}".replace("torch.", "")
+            yield Case(name, f"{tokens} × {vocabulary}", partial(inputs, tokens, vocabulary, k),
                        partial(kernel, dtype=dtype, both=both), partial(twin, dtype=dtype, both=both), 0.0,
                        tokens * vocabulary * (2.0 + (dtype.itemsize * (1 + both) if dtype else 0)),
                        exact=partial(twin, dtype=dtype and torch.float64, both=both),
-                       check_inputs=partial(inputs, 1024, k), configs=cross_entropy.CONFIGS)
+                       check_inputs=partial(inputs, 1024, vocabulary, k), configs=cross_entropy.CONFIGS)
 
 
 def mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
@@ -188,18 +197,24 @@ def head_gradients(function: Callable) -> Callable:
     return run
 
 
-def head_cases(width: int = 768, vocabulary: int = 50304) -> Iterator[Case]:
-    def inputs(tokens: int) -> tuple:
+def head_cases(width: int = 768) -> Iterator[Case]:
+    def inputs(tokens: int, vocabulary: int) -> tuple:
         x, head = torch.nn.functional.rms_norm(random(tokens, width), (width,)), random(vocabulary, width) * 0.02
-        targets = torch.randint(vocabulary, (tokens,), device="cuda", dtype=torch.int32)
+        full = vocabulary == 50304
+        targets = torch.randint(vocabulary if full else vocabulary // 2, (tokens,), device="cuda", dtype=torch.int32)
         is_start = torch.arange(tokens, device="cuda") % 512 == 0
-        return x, head, targets, is_start, torch.tensor([1.0, 0.5, 0.25], device="cuda"), True
+        weights = torch.tensor([1.0, 0.5, 0.25], device="cuda")
+        return x, head, targets, is_start, weights, True, None if full else sampled(vocabulary)
 
-    for tokens in (16384, 49152):
-        yield Case("head and loss, both ways, FP8, 3 targets", f"{tokens} × {width} × {vocabulary}", partial(inputs, tokens),
+    def exact(*tensors: Tensor) -> tuple:
+        return head_gradients(head_loss.head_loss_twin)(*tensors[:5], False, tensors[6])
+
+    for tokens, vocabulary in ((16384, 50304), (49152, 50304), (49152, 16384)):
+        name = f"head and loss{' of a sample' * (vocabulary < 50304)}, both ways, FP8, 3 targets"
+        yield Case(name, f"{tokens} × {width} × {vocabulary}", partial(inputs, tokens, vocabulary),
                    head_loss.head_loss, head_loss.head_loss_twin, 6.0 * tokens * width * vocabulary,
-                   tokens * vocabulary * (2.0 * 3 + 1.0 * 4), rate=2, wrap=head_gradients, check_inputs=partial(inputs, 1024),
-                   exact=lambda *tensors: head_gradients(head_loss.head_loss_twin)(*tensors[:-1], False))
+                   tokens * vocabulary * (2.0 * 3 + 1.0 * 4), rate=2, wrap=head_gradients,
+                   check_inputs=partial(inputs, 1024, vocabulary), exact=exact)
 
 
 def embedding_cases(width: int = 768) -> Iterator[Case]:

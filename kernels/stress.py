@@ -103,6 +103,9 @@ def losses() -> Iterator[tuple[str, Callable]]:
     yield "cross_entropy, FP8 gradient both ways", lambda: cross_entropy.cross_entropy(
         logits, targets, weights, fp8, fp8.new_empty(515, 37), scale)
     yield "cross_entropy in place", lambda: cross_entropy.cross_entropy(logits.clone(), targets, weights, logits)
+    column_weights = torch.where(torch.rand(515, device=DEVICE) < 0.5, 1.0, 3.0)
+    yield "cross_entropy of a sample, FP8 gradient both ways", lambda: cross_entropy.cross_entropy(
+        logits, targets, weights, fp8, fp8.new_empty(515, 37), scale, column_weights)
     x, head = random(48, 32).requires_grad_(), random(320, 32).requires_grad_()
     wanted, is_start = targets[:, 0].int().clamp(max=319).repeat(2)[:48], torch.arange(48, device=DEVICE) % 7 == 0
     for name in ("bf16", "FP8"):

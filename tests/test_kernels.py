@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import kernels.newton_schulz
+from data.packing import sample_columns
 from kernels import bench, coefficients, momentum, polar_error, stress
 from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from kernels.embedding import add_rows, add_rows_reference, embedding, embedding_twin, sort_rows
-from kernels.head_loss import head_loss, head_loss_twin
+from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.mlp import (
     mlp, mlp_twin, relu_squared, relu_squared_backward, relu_squared_backward_reference, relu_squared_reference)
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
@@ -169,25 +170,34 @@ def test_newton_schulz_stays_finite():
         assert torch.linalg.svdvals(out.double()).max() < 1.3
 
 
+def column_weights_of(targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Random weights of columns, 1 for those of targets."""
+    weights = torch.rand(vocabulary, device=DEVICE) * 5
+    weights[targets[targets >= 0].long()] = 1
+    return weights
+
+
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("grad_dtype", GRADS)
 @pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens,vocabulary,k", [(1, 2, 1), (5, 100, 2), (3, 2100, 3)])
-def test_cross_entropy(tokens, vocabulary, k, logits_dtype, grad_dtype):
+def test_cross_entropy(tokens, vocabulary, k, logits_dtype, grad_dtype, weighted):
     logits = random(tokens, vocabulary + 5, dtype=logits_dtype)[:, 2:-3] * 8
     targets = torch.randint(-1, vocabulary, (tokens, k), device=DEVICE)
     targets[0, :] = targets[0, 0].clamp(min=0)  # one token several times
     targets[1:2] = -1  # nothing to predict
     weights = torch.tensor([1, 0.5, 0.25], device=DEVICE)[:k].contiguous()
     scale = None if grad_dtype == torch.float32 else torch.tensor(0.75 / 448, device=DEVICE)
-    exact, exact_grad = cross_entropy_reference(logits.double(), targets, weights, scale, torch.float64)
-    plain, plain_grad = cross_entropy_reference(logits, targets, weights, scale, grad_dtype)
+    columns = column_weights_of(targets, vocabulary) if weighted else None
+    exact, exact_grad = cross_entropy_reference(logits.double(), targets, weights, scale, torch.float64, columns)
+    plain, plain_grad = cross_entropy_reference(logits, targets, weights, scale, grad_dtype, columns)
     grad = torch.full((tokens, vocabulary), float("nan"), device=DEVICE).to(grad_dtype)
     transposed = torch.full((vocabulary, tokens), float("nan"), device=DEVICE).to(grad_dtype)
-    losses = cross_entropy(logits, targets, weights, grad, transposed, scale)
+    losses = cross_entropy(logits, targets, weights, grad, transposed, scale, columns)
     assert torch.equal(transposed.float(), grad.float().T)
     assert_as_exact_as_pytorch(losses, plain, exact, slack=3e-7)
     assert_as_exact_as_pytorch(grad, plain_grad, exact_grad, slack=3e-7)
-    assert torch.equal(losses, cross_entropy(logits, targets.int(), weights))
+    assert torch.equal(losses, cross_entropy(logits, targets.int(), weights, column_weights=columns))
     assert losses[1:2].eq(0).all() and grad[1:2].float().eq(0).all()
 
 
@@ -215,8 +225,9 @@ def test_cross_entropy_of_extreme_logits_and_wrong_targets():
 def test_cross_entropy_gradient_is_that_of_its_loss():
     logits = random(3, 50).double().requires_grad_()
     targets, weights = torch.randint(-1, 50, (3, 2), device=DEVICE), torch.tensor([1, 0.5], device=DEVICE)
-    losses, grad = cross_entropy_reference(logits, targets, weights, grad_dtype=torch.float64)
-    torch.testing.assert_close(torch.autograd.grad((losses * weights).sum(), logits)[0], grad)
+    for columns in (None, column_weights_of(targets, 50)):
+        losses, grad = cross_entropy_reference(logits, targets, weights, None, torch.float64, columns)
+        torch.testing.assert_close(torch.autograd.grad((losses * weights).sum(), logits)[0], grad)
 
 
 def test_cross_entropy_refuses_what_it_cannot_do():
@@ -224,7 +235,7 @@ def test_cross_entropy_refuses_what_it_cannot_do():
     for wrong in ((logits.T, targets, weights), (logits, targets[:2], weights), (logits, targets.float(), weights),
                   (logits, targets, weights[:1]), (logits, targets, weights, logits[:2]),
                   (logits, targets, weights, logits, logits), (logits, targets, weights, None, logits.T),
-                  (logits, targets, weights, None, None, weights)):
+                  (logits, targets, weights, None, None, weights), (logits, targets, weights, None, None, None, weights)):
         with pytest.raises(ValueError, match="must be"):
             cross_entropy(*wrong)
     assert cross_entropy(logits[:0], targets[:0], weights).shape == (0, 2)
@@ -365,8 +376,9 @@ def test_elementwise_kernels_refuse_what_they_cannot_do():
     assert quantize(x[:0], scale)[1].shape == (8, 0)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("targets_ahead", [1, 3])
-def test_head_loss_is_its_twin(targets_ahead):
+def test_head_loss_is_its_twin(targets_ahead, weighted):
     """Losses and both gradients, with an incoming gradient that is not 1."""
     n, width, vocabulary, dtype = 40, 32, 320, torch.bfloat16 if DEVICE == "cuda" else torch.float32
     x, head = random(n, width, dtype=dtype).requires_grad_(), (random(vocabulary, width, dtype=dtype) / 4).requires_grad_()
@@ -375,9 +387,10 @@ def test_head_loss_is_its_twin(targets_ahead):
     is_start = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     is_start[[0, 9, 10, 31]] = True
     weights = torch.tensor([1, 0.5, 0.25], device=DEVICE)[:targets_ahead]
+    columns = column_weights_of(targets, vocabulary) if weighted else None
     results = []
     for function in (head_loss_twin, head_loss):
-        total, next_token = function(x, head, targets, is_start, weights, False)
+        total, next_token = function(x, head, targets, is_start, weights, False, columns)
         results.append([total, next_token, *torch.autograd.grad(3 * total, (x, head))])
     tolerance = 2e-2 if DEVICE == "cuda" else 1e-4
     for twin, fused in zip(*results):
@@ -398,6 +411,35 @@ def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_twin():
         results.append([total.detach(), *torch.autograd.grad(2 * total, (x, head))])
     for exact, twin, fused, slack in zip(*results, (3e-3, 0, 0)):   # one loss may be right by luck
         assert error(fused, exact.double()) <= 2 * error(twin, exact.double()) + slack
+
+
+def test_sampled_softmax_is_the_full_one_on_average():
+    """In float64 over many samples: Σ e^s without bias; loss and gradients, of a logarithm, nearly."""
+    n, width, vocabulary, count, samples = 20, 8, 300, 120, 500
+    x, head = (random(rows, width, dtype=torch.float64).div(2).requires_grad_() for rows in (n, vocabulary))
+    targets = torch.randint(0, vocabulary, (n,), device=DEVICE, dtype=torch.int32)
+    targets[5] = -1
+    is_start, weights = torch.zeros(n, dtype=torch.bool, device=DEVICE), torch.ones(2, device=DEVICE).double()
+    generator, results, totals = np.random.default_rng(0), [], []
+
+    def evaluate(rows, wanted, columns):
+        loss, _ = head_loss_twin(x, rows, wanted, is_start, weights, False, columns)
+        return torch.cat([g.flatten() for g in (loss.view(1), *torch.autograd.grad(loss, (x, head)))]).detach()
+
+    full, exponentials = evaluate(head, targets, None), (23 * ((x @ head.T + 5) / 7.5).sigmoid()).exp().detach()
+    for _ in range(samples):
+        columns = torch.from_numpy(sample_columns(targets.cpu().numpy(), count, vocabulary, generator)).to(DEVICE)
+        places, column_weights = among_columns(targets, columns, vocabulary)
+        assert torch.equal(columns[places[targets >= 0].long()], targets[targets >= 0]) and places[5] == -1
+        assert column_weights[places[targets >= 0].long()].eq(1).all()
+        assert column_weights.sum().item() == pytest.approx(vocabulary)
+        results.append(evaluate(head[columns.long()], places, column_weights))
+        totals.append(exponentials[:, columns.long()] @ column_weights.double())
+    totals, results = torch.stack(totals), torch.stack(results)
+    deviations = (totals.mean(0) - exponentials.sum(1)) / (totals.std(0) / samples ** 0.5)
+    assert deviations.abs().max() < 4.5
+    for part in (slice(0, 1), slice(1, 1 + n * width), slice(1 + n * width, None)):
+        assert (results[:, part].mean(0) - full[part]).norm() < 0.02 * full[part].norm()
 
 
 @pytest.mark.parametrize("n, count, width", [(1, 1, 1), (70, 5, 40), (200, 300, 70), (130, 1, 33)])

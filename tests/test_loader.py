@@ -13,7 +13,7 @@ from conftest import write_documents
 import train_gpt
 from data import packing
 from data.loader import Loader, validation_batches
-from data.packing import cut_documents, pack
+from data.packing import cut_documents, pack, sample_columns
 from data.peek import SCHEDULES
 from data.shards import ShardError, find_shards, open_shard, write_shard
 
@@ -87,7 +87,7 @@ def test_order_does_not_depend_on_ranks(config, ranks):
     for index in range(len(alone.schedule)):
         together = [batch for share in shares for batch in share.batches(index)]
         for a, b in zip(alone.batches(index), together, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(a[:3], b[:3])) and a.max_length == b.max_length
+            assert all(torch.equal(x, y) for x, y in zip(a[:-1], b[:-1])) and a.max_length == b.max_length
 
 
 def test_order_does_not_depend_on_timing_or_a_restart(config):
@@ -101,7 +101,68 @@ def test_order_does_not_depend_on_timing_or_a_restart(config):
         slow.append(batches)
     late = list(loader(config).prefetch(3, n))                           # from the middle: a step's data is its number's
     for a, b in zip(fast[3:] + fast, late + slow, strict=True):
-        assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p[:3], q[:3]))
+        assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p[:-1], q[:-1]))
+
+
+@pytest.fixture
+def sampled(tmp_path, config):
+    """A vocabulary of 5,000 of which a micro-batch has 100 to 400 tokens as targets, and a sample of 300 of the others."""
+    rng = np.random.default_rng(2)
+    tokens = (4999 ** rng.random(60_000)).astype(np.uint16)
+    tokens[rng.choice(60_000, 800)] = 4999
+    parts = {"train_000000": tokens[:40_000], "train_000001": tokens[40_000:], "val_000000": tokens[:9000].copy()}
+    for name, part in parts.items():
+        part[0] = 4999
+        write_shard(tmp_path / f"{name}.bin", part)
+    return replace(config, data_path=str(tmp_path), vocab_size=5000, softmax_samples=300)
+
+
+def test_columns_hold_all_targets_and_a_sample_of_the_rest(sampled):
+    config, plan, most, seen = sampled, loader(sampled), {}, set()
+    for step in plan.schedule:
+        for batch in plan.batches(step.index):
+            targets, columns = batch.targets.unique(), batch.columns
+            assert columns.dtype == torch.int32 and columns.diff().gt(0).all() and torch.isin(targets, columns).all()
+            assert 0 <= columns[0] and columns[-1] < config.padded_vocab == 5056
+            assert len(columns) == plan.columns[step.batch_tokens]       # a shape for the whole stage
+            most[step.batch_tokens] = max(most.get(step.batch_tokens, 0), len(targets))
+            seen.update(set(columns.tolist()) - set(targets.tolist()))
+    assert all(most[n] + 300 <= count < most[n] + 300 + 256 + 64 and count % 256 == 0 for n, count in plan.columns.items())
+    assert len(seen) > 4500 and len(plan.columns) == 3                   # the samples differ
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_columns_depend_on_the_seed_and_the_step_alone(sampled, ranks):
+    config, alone, index = sampled, loader(sampled), 5
+    ahead = list(alone.prefetch(4, 7))[1]                                # after another step, by the thread
+    shares = [batch for rank in range(ranks) for batch in loader(config, rank, ranks).batches(index)]
+    other = loader(replace(config, seed=config.seed + 1)).batches(index)
+    for a, b, c, d in zip(alone.batches(index), ahead, shares, other, strict=True):
+        assert torch.equal(a.columns, b.columns) and torch.equal(a.columns, c.columns) and torch.equal(a.tokens, d.tokens)
+        assert not torch.equal(a.columns, d.columns)
+    first, second = alone.batches(index)[:2]
+    assert not torch.equal(first.columns, second.columns)
+
+
+def test_columns_of_a_small_vocabulary_are_all_and_off_means_none(config):
+    plan = loader(replace(config, softmax_samples=10_000))
+    assert set(plan.columns.values()) == {320} and torch.equal(plan.batches(0)[0].columns, torch.arange(320, dtype=torch.int32))
+    off = loader(config)
+    assert not off.columns and not off.batches(0)[0].columns.numel()
+    assert not any(batch.columns.numel() for batch in validation_batches(replace(config, softmax_samples=10)))
+
+
+def test_sample_columns():
+    """Each token that is no target is drawn as often as any other; more targets than places are refused."""
+    generator, targets, drawn = np.random.default_rng(0), np.array([7, 3, -1, 7], np.int32), np.zeros(50)
+    for _ in range(2000):
+        columns = sample_columns(targets, 14, 50, generator)
+        assert len(columns) == 14
+        drawn[columns] += 1
+    assert drawn[3] == drawn[7] == 2000
+    assert abs(np.delete(drawn, [3, 7]) - 500).max() < 100               # 5 standard deviations
+    with pytest.raises(ValueError, match="2 different targets in a batch with 1 columns"):
+        sample_columns(targets, 1, 50, generator)
 
 
 def test_a_shard_change_costs_no_step(config, monkeypatch):

@@ -480,4 +480,48 @@ def test_flops_count_what_an_ingredient_adds(config):
 
 
 def test_flops_grow_with_the_window(trainer):
-    assert trainer.model.flops_per_token(trainer.schedule.at(5)) > trainer.model.flops_per_token(trainer.schedule.at(0)) > 0
+    flops = trainer.model.flops_per_token
+    assert flops(trainer.schedule.at(5)) > flops(trainer.schedule.at(0)) > flops(trainer.schedule.at(0), 256) > 0
+
+
+@pytest.mark.parametrize("lookup", [embedding_twin, embedding])
+def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax(config, lookup):
+    """With the gradients of the head, which is the embedding too here, and with targets that are not scored."""
+    results = []
+    for samples in (0, 10_000):
+        trainer = train_gpt.Trainer(replace(config, softmax_samples=samples), train_gpt.World())
+        model, step = trainer.model, trainer.schedule.at(0)
+        awake(model)
+        model.part = model.part | {embedding_twin: lookup}
+        batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
+        assert step.tied and len(batch.columns) == (320 if samples else 0)
+        batch.targets[[3, 70]] = -1
+        loss, next_token = model(batch, step)
+        loss.backward()
+        results.append([loss.detach(), next_token.detach(), *(p.grad for p in model.parameters())])
+    tolerance = 1e-5 if DEVICE.type == "cpu" else 2e-2
+    for full, sampled in zip(*results):
+        torch.testing.assert_close(sampled, full, atol=tolerance * full.abs().max().item(), rtol=tolerance)
+
+
+@pytest.mark.parametrize("lookup", [embedding_twin, embedding])
+def test_sampled_softmax_has_gradients_for_its_rows_alone(config, lookup):
+    trainer = train_gpt.Trainer(replace(config, softmax_samples=64), train_gpt.World())
+    model, step = trainer.model, trainer.schedule.at(0)._replace(tied=False)
+    model.part = model.part | {embedding_twin: lookup}
+    batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
+    assert len(batch.columns) == 256
+    model(batch, step)[0].backward()
+    assert model.head.grad.any(1).nonzero().flatten().tolist() == batch.columns.tolist()
+
+
+def test_sampled_softmax_trains_and_leaves_validation_as_it_was(config):
+    config = replace(config, steps=15, epochs=9)
+    trainers = [train_gpt.Trainer(replace(config, softmax_samples=samples), train_gpt.World()) for samples in (0, 64)]
+    validation = [trainer.validate(trainer.schedule.validation(0)) for trainer in trainers]
+    assert validation[0] == validation[1]
+    for trainer in trainers:
+        for step in trainer.schedule:
+            loss = trainer.step(step, trainer.loader.batches(step.index)).item()
+    losses = [trainer.validate(trainer.schedule.validation(17)) for trainer in trainers]
+    assert max(losses) < validation[0] - 1 and abs(losses[1] - losses[0]) < 0.1 and abs(loss - losses[1]) < 0.3
