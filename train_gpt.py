@@ -35,7 +35,7 @@ from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
 from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
-from kernels.fp8_linear import has_fp8, projection
+from kernels.fp8_linear import has_fp8
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
@@ -67,7 +67,6 @@ class Layer:
     attends_to: int | None = None       # attention reads that layer's output in place of the running residual
     skip_from: int | None = None        # in place of attention: that layer's output, gated
     paired: bool = False                # with `paired_heads`: two heads' queries attend to the keys of both
-    mixes: bool = False                 # with `mixing`: the stream that enters is mixed with earlier ones
 
 
 SPEEDRUN_LAYERS = (
@@ -81,7 +80,7 @@ SPEEDRUN_LAYERS = (
     Layer(),                                                             # its output is also subtracted before the head
     Layer(value_embedding=True, attends_to=7),
     Layer(value_embedding=True, attends_to=7, paired=True),
-    Layer(value_embedding=True, attends_to=7, long_window=True, mixes=True),
+    Layer(value_embedding=True, attends_to=7, long_window=True),
 )
 
 CPU_LAYERS = (                                                           # every part of the table above, in 5 layers
@@ -89,7 +88,7 @@ CPU_LAYERS = (                                                           # every
     Layer(long_window=True),
     Layer(attention=False, skip_from=1),
     Layer(),
-    Layer(value_embedding=True, attends_to=2, long_window=True, mixes=True),
+    Layer(value_embedding=True, attends_to=2, long_window=True),
 )
 
 
@@ -129,8 +128,6 @@ class Config:
     late_input: bool = True             # honour `Layer.attends_to`
     exclusive_attention: bool = False   # less a learned share of each head's output that lies along the token's own value
     paired_heads: bool = False          # honour `Layer.paired`
-    mixing: bool = False                # honour `Layer.mixes`, and mix the stream that enters the head
-    mix_sources: tuple[int, ...] = (0, 2, 4, 6, 8)  # the streams to mix in, by the layer that they enter
 
     # Schedule
     steps: int = 1270                   # over the stages
@@ -175,9 +172,8 @@ class Config:
     attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = False               # with fp8 and fused_mlp: the MLPs' as well as the head's
-    fp8_attention: bool = False         # with fp8: those with Q, K, V and O as well
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
-    fused_embedding: bool = False       # tables' gradients for only the rows read (off until it is measured on a GPU),
+    fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
     fused_orthogonalisation: bool = True        # Newton-Schulz
     compile: bool = True                # torch.compile of the blocks, on GPUs
@@ -208,7 +204,7 @@ PRESETS = {
     "corpus": replace(SPEEDRUN, preset="corpus", steps=690, epochs=2, data_path=""),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
-        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, bigram_rows=16_384, mix_sources=(0, 1, 3),
+        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, bigram_rows=16_384,
         steps=150, extra_steps=10, batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), window_block=32,
         windows=((1, 3), (3, 7), (5, 11)), momentum_warmup=100, momentum_cooldown=20,
         val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
@@ -277,8 +273,6 @@ def check_config(config: Config) -> None:
         raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for each of {stages} stages")
     if config.paired_heads and config.heads % 2:
         raise UserError(f"--paired_heads true: {config.heads} heads of --head_dim {config.head_dim} do not make pairs")
-    if config.mixing and not all(0 <= source < len(config.layers) for source in config.mix_sources):
-        raise UserError(f"--mix_sources {config.mix_sources}: choose layers from 0 to {len(config.layers) - 1}")
     if config.softmax_samples < 0:
         raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, or 0 for all")
     if config.attention not in ("auto", *ATTENTION):
@@ -330,21 +324,8 @@ def sign_rows(rows: Tensor, tokens: Tensor, is_start: Tensor, signs: Tensor) -> 
     return rows * signs[(previous(tokens, is_start) ^ tokens) % len(signs)].type_as(rows)
 
 
-def mix(streams: list[Tensor], static: Tensor, to_hidden: Tensor, to_weights: Tensor) -> Tensor:
-    """The sum of `streams` (n, width), the current one last, each weighted for each token; arXiv 2502.12170, MUDD.
-
-    The norm of a token's row is one number, so it scales the few products; the normed row itself is never written.
-    """
-    x = streams[-1]
-    scale = x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()
-    hidden = F.gelu(scale * F.linear(x, to_hidden.type_as(x)))           # (n, streams), float32
-    weights = static + F.linear(hidden, to_weights)
-    return sum(weights[:, i:i + 1] * stream for i, stream in enumerate(streams)).type_as(x)
-
-
 def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_row: Tensor | None,
-                     value_gate: Tensor | None, cos: Tensor, sin: Tensor, is_start: Tensor, head_dim: int, key_offset: bool,
-                     fp8: bool = False):
+                     value_gate: Tensor | None, cos: Tensor, sin: Tensor, is_start: Tensor, head_dim: int, key_offset: bool):
     """q, k, v (n, heads, head_dim) and the gates of the heads (n, heads, 1) from the residual that attention reads.
 
     `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its learned scale multiplies the weight, which is
@@ -353,7 +334,7 @@ def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor
     """
     n, width = source.shape
     x = norm(source)
-    q, k, v = projection(x, weight[:3 * width] * scale, fp8).view(n, 3, -1, head_dim).unbind(1)
+    q, k, v = F.linear(x, weight[:3 * width] * scale).view(n, 3, -1, head_dim).unbind(1)
     q, k = (rotate(norm(part).reshape(len(cos), -1, head_dim), cos, sin).view(part.shape) for part in (q, k))
     if key_offset:
         rotary = 2 * cos.size(-1)
@@ -367,8 +348,7 @@ def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor
     return q, k, v.contiguous(), gate
 
 
-def attention_output(y: Tensor, v: Tensor, share: Tensor | None, gate: Tensor | None, weight: Tensor, scale: Tensor,
-                     fp8: bool = False) -> Tensor:
+def attention_output(y: Tensor, v: Tensor, share: Tensor | None, gate: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
     """What attention adds to the residual (n, width): gated heads through O, whose learned scale multiplies the weight.
 
     y (n, heads, head_dim) first loses a `share` (heads,) of its part along the token's own value v; arXiv 2603.09078.
@@ -379,7 +359,7 @@ def attention_output(y: Tensor, v: Tensor, share: Tensor | None, gate: Tensor | 
         y = (y32 - share[:, None] * along * v32).type_as(y)
     y = y if gate is None else y * gate
     width = weight.size(-1)
-    return projection(y.flatten(1), weight[3 * width:] * scale, fp8)
+    return F.linear(y.flatten(1), weight[3 * width:] * scale)
 
 
 def gated_skip(x: Tensor, skipped: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
@@ -441,11 +421,9 @@ class GPT(nn.Module):
         layers, width, heads = config.layers, config.width, config.heads
         attention = [i for i, layer in enumerate(layers) if layer.attention]
         valued = [i for i, layer in enumerate(layers) if layer.value_embedding and config.value_embeddings]
-        mixed = [i for i in range(len(layers) + 1) if config.mixing and (i == len(layers) or layers[i].mixes)]   # the last: head
         # Which matrix, table or gate of the stacks below belongs to a layer.
         self.attention_index = {layer: i for i, layer in enumerate(attention)}
         self.value_index = {layer: i for i, layer in enumerate(valued)}
-        self.mix_sources = {layer: [source for source in config.mix_sources if source < layer] + [layer] for layer in mixed}
 
         def table(rows: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(rows, width, device=device, dtype=self.dtype))
@@ -469,13 +447,9 @@ class GPT(nn.Module):
         self.attention_gates = small(len(attention), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.exclusive_shares = small(len(attention), heads) if config.exclusive_attention else None
-        counts = [len(sources) for sources in self.mix_sources.values()]
-        self.mix_static = nn.ParameterList(small(count) for count in counts)
-        self.mix_hidden = nn.ParameterList(small(count, width) for count in counts)
-        self.mix_weights = nn.ParameterList(small(count, count) for count in counts)
         self.initialise()
-        self.part = compiled(config, device, embed, ngram_index, embedding_twin, sign_rows, mix, attention_inputs,
-                             attention_output, gated_skip, mlp_input, mlp_twin, head_input, head_loss_twin)
+        self.part = compiled(config, device, embed, ngram_index, embedding_twin, sign_rows, attention_inputs, attention_output,
+                             gated_skip, mlp_input, mlp_twin, head_input, head_loss_twin)
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -498,9 +472,6 @@ class GPT(nn.Module):
         self.residual_scalars.fill_(1.1 ** 0.5)
         self.bigram_scalars.fill_(0.05)
         self.scalars.copy_(torch.tensor([0.0, 0.2, 0.5]))
-        for static, hidden in zip(self.mix_static, self.mix_hidden):     # at first the current stream alone
-            static[-1] = 1
-            hidden.normal_(std=width ** -0.5, generator=generator)
         if self.bigram_signs is not None:                                # a stream of their own: they depend on no other setting
             signs = torch.Generator(self.device).manual_seed(self.config.seed)
             self.bigram_signs.random_(2, generator=signs).mul_(2).sub_(1)
@@ -508,14 +479,6 @@ class GPT(nn.Module):
     def mlp_weights(self, layer: int) -> tuple[Tensor, Tensor]:
         first = len(self.attention_index) + 2 * layer
         return self.bank[first], self.bank[first + 1]
-
-    def enter(self, layer: int, streams: list[Tensor]) -> Tensor:
-        """What enters a layer, or after the last one the head: the last of `streams`, mixed with earlier ones if it says so."""
-        if layer not in self.mix_sources:
-            return streams[layer]
-        i = list(self.mix_sources).index(layer)
-        return self.part[mix]([streams[source] for source in self.mix_sources[layer]],
-                              self.mix_static[i], self.mix_hidden[i], self.mix_weights[i])
 
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None) -> tuple[Tensor, Tensor]:
         """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32).
@@ -529,7 +492,7 @@ class GPT(nn.Module):
         cos, sin, attention_scale = self.rotary[step.windows[1] * config.window_block]
         smear, skip, backout = self.scalars.unbind()
         loss_weights = self.loss_weights[:len(step.multi_token)]
-        fp8, scales, residuals = self.fp8 and config.fp8_attention, self.attention_scalars.unbind(), self.residual_scalars.unbind()
+        scales, residuals = self.attention_scalars.unbind(), self.residual_scalars.unbind()
         bigram_scales, value_gates = self.bigram_scalars.unbind(), self.value_gates.unbind()
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
         shares = [None] * len(scales) if self.exclusive_shares is None else self.exclusive_shares.unbind()
@@ -546,7 +509,7 @@ class GPT(nn.Module):
             if self.bigram_signs is not None:
                 bigram = run[sign_rows](bigram, batch.tokens, is_start, self.bigram_signs)
         for i, layer in enumerate(config.layers):
-            x, update = self.enter(i, streams), None
+            x, update = streams[i], None
             reached(i, x)
             if layer.attention:
                 a, v = self.attention_index[i], self.value_index.get(i)
@@ -556,18 +519,18 @@ class GPT(nn.Module):
                 pair = 2 if config.paired_heads and layer.paired else 1  # a pair of heads is one of twice the tokens
                 q, k, values, gate = run[attention_inputs](
                     source, self.bank[a], scale_qkv, gates[a], value_row, None if v is None else value_gates[v], cos[:pair * n],
-                    sin[:pair * n], is_start, config.head_dim, config.key_offset and layer.long_window, fp8)
+                    sin[:pair * n], is_start, config.head_dim, config.key_offset and layer.long_window)
                 window = step.windows[layer.long_window] * config.window_block
                 y = self.attend(*(heads.view(pair * n, -1, config.head_dim) for heads in (q, k, values)),
                                 batch.boundaries if pair == 1 else 2 * batch.boundaries,
                                 pair * batch.max_length, pair * window, attention_scale).view_as(values)
-                update = run[attention_output](y, values, shares[a], gate, self.bank[a], scale_out, fp8)
+                update = run[attention_output](y, values, shares[a], gate, self.bank[a], scale_out)
             elif layer.skip_from is not None and config.skip:
                 update = run[gated_skip](x, streams[layer.skip_from + 1], self.skip_gate, skip)
             x, normed = run[mlp_input](x, update, bigram, bigram_scales[i], residuals[i].unbind())
             streams.append(run[mlp_twin](x, normed, *self.mlp_weights(i), self.fp8 and config.fp8_mlp))      # the kernel writes over x
         early = streams[config.backout_layer + 1] if config.backout else None
-        x = run[head_input](self.enter(len(config.layers), streams), early, backout)
+        x = run[head_input](streams[-1], early, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None
         if columns := len(batch.columns):                                # sampled softmax: the rows of these tokens alone
@@ -580,7 +543,7 @@ class GPT(nn.Module):
 
         `columns`: of how many tokens a sampled softmax computes the logits.
         """
-        weights = sum(m.numel() for m in (*self.bank, *self.mix_hidden, *self.mix_weights)) + (columns or len(self.head)) * self.config.width
+        weights = sum(m.numel() for m in self.bank) + (columns or len(self.head)) * self.config.width
         reach = sum(min(step.windows[layer.long_window] * self.config.window_block, step.sequence_length)
                     * (2 if self.config.paired_heads and layer.paired else 1) for layer in self.config.layers if layer.attention)
         return 6 * weights + 12 * self.config.width * reach
@@ -684,12 +647,11 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
     groups = [
         # name, parameters                                              first use   lr    betas          decay
         small("scalars", [model.attention_scalars, model.bigram_scalars, model.scalars,
-                          model.exclusive_shares, *model.mix_static],               5.0,  (0.90, 0.99)),
+                          model.exclusive_shares],                                  5.0,  (0.90, 0.99)),
         small("residual scalars", [model.residual_scalars],                         5.0,  (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                                     0.01, (0.90, 0.99)),
         small("gates", [model.attention_gates, model.value_gates,
                         model.skip_gate],                                           1.0,  (0.90, 0.99)),
-        small("mixing", [*model.mix_hidden, *model.mix_weights],                    0.25, (0.90, 0.99)),
         normuon("attention", list(model.bank[:matrices]), attention, [1.0] * matrices, squares=True),
         normuon("mlp", list(model.bank[matrices:]), both, [2.0, 4.0] * last, squares=False),         # MLP-in 2, MLP-out 4
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
@@ -1096,8 +1058,7 @@ def run(config: Config, world: World) -> None:
     say(f"{config.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters in {model.dtype}, "
         f"{world.size} x {device_name(world.device)}")
     say(f"attention: {model.attention_backend}" + (f" ({model.attention_note})" if model.attention_note else ""))
-    fp8 = ["head"] + ["MLP"] * config.fp8_mlp + ["attention's projections"] * config.fp8_attention
-    say(f"{', '.join(fp8)}: FP8" if model.fp8 else
+    say(f"head{' and MLP' * config.fp8_mlp}: FP8" if model.fp8 else
         f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
     if loader.columns:
         say(f"sampled softmax: {', '.join(f'{n:,}' for n in loader.columns.values())} of {config.padded_vocab:,} logits a token")

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, embedding, fp8_linear, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
 from kernels.coefficients import lower_end, polar_express
 
 PLAIN_5, AOL_4, AOL_5 = polar_express(5), *(polar_express(steps, lower_end("aol", steps)) for steps in (4, 5))
@@ -166,30 +166,6 @@ def bf16_mlp(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, fp8: bool
     return mlp.mlp_twin(residual, x, w_in, w_out, False)
 
 
-def projection_cases(width: int = 768) -> Iterator[Case]:
-    """What compiles into one pass with the products is in the case: the norm before them, and the quantisation of all three."""
-    def inputs(tokens: int, out: int) -> tuple:
-        return random(tokens, width), random(out, width) * 0.02, random(tokens, out)
-
-    def projected(x: Tensor, weight: Tensor, fp8: bool) -> Tensor:
-        return fp8_linear.projection(torch.nn.functional.rms_norm(x, (width,)), weight, fp8)
-
-    def gradients(function: Callable) -> Callable:
-        def run(x: Tensor, weight: Tensor, grad: Tensor) -> tuple:
-            x, weight = leaf(x), leaf(weight)
-            out = function(x, weight)
-            return out.detach(), *torch.autograd.grad(out, (x, weight), grad)
-        return run
-
-    in_fp8, in_bf16 = partial(projected, fp8=True), partial(projected, fp8=False)
-    for tokens in (16384, 49152):
-        for name, out in (("Q, K, V", 3 * width), ("O", width)):
-            yield Case(f"norm and projection to {name}, both ways, FP8 (against bf16)", f"{tokens} × {width} × {out}",
-                       partial(inputs, tokens, out), torch.compile(in_fp8, dynamic=False), in_fp8, 6.0 * tokens * width * out,
-                       4.0 * tokens * (width + out), rate=1.5, baseline=in_bf16, wrap=gradients,  # two of three products in FP8
-                       exact=gradients(in_bf16))
-
-
 def head_gradients(function: Callable) -> Callable:
     def run(x: Tensor, head: Tensor, *rest) -> tuple:
         x, head = leaf(x), leaf(head)
@@ -248,5 +224,5 @@ def moving_cases() -> Iterator[Case]:
                transpose.transpose, transpose.transpose_reference, 0.0, 2.0 * 16384 * 50304, configs=transpose.CONFIGS)
 
 
-CASES = (orthogonalisation_cases, product_cases, mlp_cases, whole_mlp_cases, projection_cases, head_cases, cross_entropy_cases,
+CASES = (orthogonalisation_cases, product_cases, mlp_cases, whole_mlp_cases, head_cases, cross_entropy_cases,
          embedding_cases, moving_cases)

@@ -1,27 +1,14 @@
 """y = x Wᵀ with e4m3 inputs and an e5m2 gradient, fixed scales: the language-model head at twice the rate of bf16.
 
 On one H200 the product 49,152 x 768 x 50,304 runs at 1,085 TFLOP/s, in bf16 at about 650. `linear_twin` is the plain form.
-
-`fp8_projection` is for the products inside the model, whose ranges nobody knows beforehand: e4m3 throughout, each row scaled by
-its own largest element, so a token's for the activations and their gradient and a neuron's for the weight. No state, and the
-compiled pass that makes a row also finds its scale and writes it in FP8: nothing is read again for it, except a gradient that
-several passes write. A token is rounded by itself: no later token, batch or number of GPUs changes its result. The weight's
-gradient stays bf16, for it sums over tokens, where scales by token do not factor out.
 """
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import check
-
 # Fit for a normed input, whose range is known, and for a loss summed over tokens: the gradient of a logit softcapped by
 # 23 sigmoid((z + 5) / 7.5) is at most 23 / 7.5 / 4 times the loss weight. So they depend on nothing that is run.
 INPUT_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 100 / 448, 1.6 / 448, 0.75 / 448
-
-# False: one scale a tensor in `fp8_projection`, to time that product. Not to train with: a token's rounding, and with it the
-# model's probabilities, would depend on the tokens after it, and each scale takes a read of the whole tensor.
-SCALE_ROWS = True
-
 
 def has_fp8(device: torch.device) -> bool:
     """FP8 matrix units: Ada, Hopper and newer."""
@@ -62,40 +49,3 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 linear_twin = F.linear
-
-
-def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (rows, columns) in e4m3, contiguous, and the scale of each row (rows, 1), float32. A row with NaN or inf becomes NaN."""
-    largest = x.abs().amax(1 if SCALE_ROWS else (0, 1), keepdim=True).float()
-    scale = largest.clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max      # not zero where all is zero
-    return quantise(x, scale, torch.float8_e4m3fn).contiguous(), scale
-
-
-def row_product(a: Tensor, b: Tensor, fast: bool) -> Tensor:
-    """a bᵀ (m, n) from a (m, k) and b (n, k), both quantised here; in a's dtype."""
-    (a8, a_scale), (b8, b_scale) = quantise_rows(a), quantise_rows(b)
-    return product(a8, b8.T, a_scale, b_scale.reshape(1, -1), fast).type_as(a)
-
-
-class FP8Projection(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return row_product(x, weight, fast=True)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return row_product(gradient, weight.T, fast=False), gradient.T @ x
-
-
-def fp8_projection(x: Tensor, weight: Tensor) -> Tensor:
-    """x (n, in), weight (out, in) -> (n, out), all bf16; n, in and out multiples of 16. To be compiled with what makes x."""
-    for name, tensor in (("x", x), ("weight", weight)):
-        check(tensor.size(0) % 16 == tensor.size(1) % 16 == 0, name, tensor, "a matrix whose sizes are multiples of 16, in FP8")
-    return FP8Projection.apply(x, weight)
-
-
-def projection(x: Tensor, weight: Tensor, fp8: bool) -> Tensor:
-    """x weightᵀ in FP8 or, as its twin, plainly."""
-    return fp8_projection(x, weight) if fp8 else F.linear(x, weight)

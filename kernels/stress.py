@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, embedding, fp8_linear, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -123,10 +123,6 @@ def hidden() -> Iterator[tuple[str, Callable]]:
                 out = mlp.mlp(2 * x, torch.nn.functional.rms_norm(x, x.shape[1:]), w_in, w_out, fp8)
                 return torch.autograd.grad(out.float().square().sum(), (x, w_in, w_out))
             yield f"mlp {'FP8' if fp8 else 'bf16'} {tokens} × {width} × {units}", both
-
-        def projected(x=x, w=w_in):
-            return torch.autograd.grad(fp8_linear.fp8_projection(x, w).float().square().sum(), (x, w))
-        yield f"fp8_projection {tokens} × {width} × {units}", projected
 
 
 def movers() -> Iterator[tuple[str, Callable]]:

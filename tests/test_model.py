@@ -76,7 +76,7 @@ def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
         return torch.stack(trainer.model(train_gpt.to_device(batch._replace(targets=targets), DEVICE), trainer.schedule.at(0)))
 
 
-INGREDIENTS = {"bigram_signs": 64, "trigram": True, "exclusive_attention": True, "paired_heads": True, "mixing": True}      # off so far
+INGREDIENTS = {"bigram_signs": 64, "trigram": True, "exclusive_attention": True, "paired_heads": True}      # off so far
 
 
 @pytest.fixture(params=[{}, INGREDIENTS], ids=["recipe", "every ingredient"])
@@ -144,7 +144,7 @@ def test_ngrams_stop_at_a_sequences_start():
 
 def test_signs_come_from_the_seed_alone_and_are_saved(config):
     signs = [train_gpt.GPT(replace(config, bigram_signs=64, **changes), DEVICE).state_dict()["bigram_signs"]
-             for changes in ({}, {"mixing": True, "bigram_rows": 64}, {"seed": 4})]
+             for changes in ({}, {"paired_heads": True, "bigram_rows": 64}, {"seed": 4})]
     assert torch.equal(signs[0], signs[1]) and not torch.equal(signs[0], signs[2])
     assert signs[0].shape == (64, config.width) and signs[0].abs().eq(1).all() and abs(signs[0].float().mean()) < 0.1
 
@@ -164,16 +164,6 @@ def test_exclusive_attention_leaves_nothing_along_the_own_value():
     assert y.grad.isfinite().all() and v.grad.isfinite().all()
     assert torch.equal(train_gpt.attention_output(y, v, torch.zeros(2), None, weight, one),
                        train_gpt.attention_output(y, v, None, None, weight, one))
-
-
-def test_mix_against_its_formula():
-    torch.manual_seed(0)
-    streams = [torch.randn(9, 32) for _ in range(3)]
-    static, first, second = torch.randn(3), torch.randn(3, 32), torch.randn(3, 3)
-    x, static64, first64, second64 = (z.double() for z in (streams[-1], static, first, second))
-    hidden = F.gelu(x / x.square().mean(1, keepdim=True).sqrt() @ first64.T)
-    expected = torch.einsum("nj,jnw->nw", static64 + hidden @ second64.T, torch.stack(streams).double())
-    torch.testing.assert_close(train_gpt.mix(streams, static, first, second).double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_paired_heads_are_one_head_over_twice_the_tokens(config, monkeypatch):
@@ -261,105 +251,6 @@ def test_fp8_linear_is_near_the_plain_product_and_honours_the_gradient():
         torch.testing.assert_close(2 * once, double)
 
 
-def has_row_scales() -> bool:
-    eye = torch.eye(16, device=DEVICE).to(torch.float8_e4m3fn)
-    try:
-        ones = torch.ones(16, 1, device=DEVICE)
-        return fp8_linear.product(eye, eye.T, ones, ones.T, fast=True).any().item()
-    except (RuntimeError, ValueError):
-        return False
-
-
-row_scales = pytest.mark.skipif(not has_row_scales(), reason="this torch or GPU multiplies FP8 matrices with one scale each only")
-
-
-def projection_inputs(tokens: int = 64, width: int = 128, out: int = 96) -> list[torch.Tensor]:
-    """Tokens, neurons and gradients of very different sizes: what one scale a tensor would lose."""
-    torch.manual_seed(0)
-    x, weight, gradient = torch.randn(tokens, width), torch.randn(out, width) * 0.05, torch.randn(tokens, out)
-    for tensor, power in ((x, 10), (weight, 4), (gradient, 30)):
-        tensor *= torch.logspace(-power, power, len(tensor), 2)[torch.randperm(len(tensor)), None]
-    return [tensor.to(DEVICE, torch.bfloat16) for tensor in (x, weight, gradient)]
-
-
-def projected(x, weight, gradient, fp8: bool = True) -> list[torch.Tensor]:
-    """The output and the two gradients."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    out = fp8_linear.projection(x, weight, fp8)
-    return [out.detach(), *torch.autograd.grad(out, (x, weight), gradient)]
-
-
-@row_scales
-def test_fp8_projection_is_near_the_exact_product_in_every_row():
-    inputs = projection_inputs()
-    exact = projected(*(tensor.double() for tensor in inputs), fp8=False)
-    plain, fp8 = projected(*inputs, fp8=False), projected(*inputs)
-    for found, wanted in zip(fp8[:2], exact):
-        assert found.dtype == torch.bfloat16
-        assert ((found.double() - wanted).norm(dim=1) < 0.1 * wanted.norm(dim=1)).all()
-    assert torch.equal(fp8[2], plain[2])                    # the weight's gradient is not FP8
-    x, weight, gradient = inputs
-    for power in (-40, 40):                                 # honours the gradient's scale, exactly
-        scaled = projected(x, weight, gradient * 2.0 ** power)
-        assert torch.equal(scaled[1], fp8[1] * 2.0 ** power) and torch.equal(scaled[2], fp8[2] * 2.0 ** power)
-    assert not any(tensor.any() for tensor in (*projected(x, weight, 0 * gradient)[1:], projected(0 * x, weight, gradient)[0]))
-
-
-@row_scales
-def test_fp8_projection_rounds_each_token_by_itself_and_shows_nan():
-    x, weight, gradient = projection_inputs()
-    out, grad_x, _ = projected(x, weight, gradient)
-    for wrong in (1e4, math.nan, math.inf):
-        x[40, 3] = gradient[50, 5] = wrong
-        for now, before, row in zip(projected(x, weight, gradient), (out, grad_x), (40, 50)):
-            assert ((now != before).any(1).nonzero() == row).all() and now[row].isfinite().all() == math.isfinite(wrong)
-
-
-def test_fp8_projection_refuses_other_sizes_than_multiples_of_16():
-    for tokens, width, out, name in ((60, 128, 96, "x"), (64, 120, 96, "x"), (64, 128, 90, "weight")):
-        x, weight, _ = projection_inputs(tokens, width, out)
-        with pytest.raises(ValueError, match=f"{name} must be a matrix whose sizes are multiples of 16"):
-            fp8_linear.projection(x, weight, True)
-        assert fp8_linear.projection(x, weight, False).shape == (tokens, out)
-
-
-@row_scales
-def test_fp8_attention_compiles_in_one_piece():
-    """Norm, FP8 products and gate in one graph, forward and backward, also where the number of tokens changes."""
-    one, gate = torch.ones((), device=DEVICE), torch.randn(2, 12, device=DEVICE)
-    weight = torch.randn(128, 32, device=DEVICE) * 0.1
-    cos, sin, _ = rotary_tables([8], 96, 8, 1024.0, 0.1, True, DEVICE)[8]
-
-    def whole(x):
-        is_start = torch.zeros(len(x), dtype=torch.bool, device=DEVICE)
-        tables = cos[:len(x)], sin[:len(x)]
-        _, _, v, gates = train_gpt.attention_inputs(x, weight, one, gate, None, None, *tables, is_start, 16, True, True)
-        return train_gpt.attention_output(v, v, None, gates, weight, one, True)
-
-    one_graph = torch.compile(whole, backend="aot_eager", fullgraph=True)
-    for tokens in (48, 64, 96):
-        x = torch.randn(tokens, 32, device=DEVICE, requires_grad=True)
-        (eager, expected), (out, grad) = ((out, *torch.autograd.grad(out.square().sum(), x)) for out in (whole(x), one_graph(x)))
-        torch.testing.assert_close(out, eager)
-        torch.testing.assert_close(grad, expected)
-
-
-@row_scales
-def test_fp8_attention_trains_like_bf16_and_off_is_off(config, monkeypatch):
-    gradients, calls = [], []
-    monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
-    row_product = fp8_linear.row_product
-    monkeypatch.setattr(fp8_linear, "row_product", lambda *arguments, **more: calls.append(0) or row_product(*arguments, **more))
-    for settings in (dict(fp8=False, fp8_attention=True), dict(fp8=True), dict(fp8=True, fp8_attention=True)):
-        trainer = train_gpt.Trainer(replace(config, **settings), train_gpt.World())
-        awake(trainer.model)
-        trainer.model(train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE), trainer.schedule.at(0))[0].backward()
-        assert len(calls) == 4 * len(trainer.model.attention_index) * (len(settings) == 2 and settings["fp8"])
-        gradients.append(torch.stack([matrix.grad for matrix in trainer.model.bank]).float())
-    _, head, both = gradients
-    assert 0 < (both - head).norm() < 0.2 * head.norm()
-
-
 def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
     """`MLP` adds in place to an output of `mlp_input`, which compiled code must not have kept for its backward."""
     def whole(first, second):
@@ -386,7 +277,7 @@ def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
     monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     for fp8 in (True, False):
-        trainer = train_gpt.Trainer(replace(config, fp8=fp8, fp8_mlp=True, fp8_attention=True), train_gpt.World())
+        trainer = train_gpt.Trainer(replace(config, fp8=fp8, fp8_mlp=True), train_gpt.World())
         assert trainer.model.fp8 is fp8
         if fp8:
             with pytest.raises(AssertionError, match="FP8 product"):
@@ -463,20 +354,17 @@ def test_every_parameter_of_every_ingredient_learns(config):
     batch = train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0]
     model(train_gpt.to_device(batch, DEVICE), train_gpt.Schedule(config).at(5))[0].backward()
     assert [name for name, p in model.named_parameters() if not p.grad.any()] == []
-    assert len(model.mix_static) == 2 and all(p.grad.all() for p in (*model.mix_static, *model.mix_weights))
 
 
-@pytest.mark.parametrize("setting, message", [({"paired_heads": True, "width": 96}, "3 heads"), ({"mixing": True, "mix_sources": (5,)}, "0 to 4")])
-def test_an_ingredient_refuses_what_it_cannot_do(config, setting, message):
-    with pytest.raises(train_gpt.UserError, match=message):
-        train_gpt.check_config(replace(config, **setting))
+def test_heads_that_make_no_pairs_are_refused(config):
+    with pytest.raises(train_gpt.UserError, match="3 heads"):
+        train_gpt.check_config(replace(config, paired_heads=True, width=96))
 
 
 def test_flops_count_what_an_ingredient_adds(config):
-    plain, paired, mixing = (train_gpt.GPT(replace(config, **changes), DEVICE).flops_per_token(train_gpt.Schedule(config).at(0))
-                             for changes in ({}, {"paired_heads": True}, {"mixing": True}))
+    plain, paired = (train_gpt.GPT(replace(config, **changes), DEVICE).flops_per_token(train_gpt.Schedule(config).at(0))
+                             for changes in ({}, {"paired_heads": True}))
     assert paired - plain == 12 * config.width * 16                      # another window of 16 tokens, in one layer
-    assert mixing - plain == 2 * 6 * 4 * (config.width + 4)              # twice four streams
 
 
 def test_flops_grow_with_the_window(trainer):
