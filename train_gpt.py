@@ -200,8 +200,8 @@ class Config:
 SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb"))
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # The same on 190 M tokens: fewer steps, and the tails that cutting drops make a second epoch start near the end.
-    "corpus": replace(SPEEDRUN, preset="corpus", steps=690, epochs=2, data_path=""),
+    # The same on 190 M tokens: fewer steps, and all of a cut document, or a second epoch would begin before the end, at 0.1 of loss.
+    "corpus": replace(SPEEDRUN, preset="corpus", steps=690, epochs=2, keep_tails=True, data_path=""),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
         micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, bigram_rows=16_384,

@@ -8,6 +8,7 @@ Forward / backward on one H200, 6 heads of 128, bf16 (torch 2.11, flash-attn-4 4
     16,384 tokens, window  128:  flash4  82 / 143 µs   varlen  81 /   203 µs
     49,152 tokens, window 1408:  flash4 236 / 600 µs   varlen 457 / 1,065 µs
 """
+import os
 from typing import Callable
 
 import torch
@@ -57,6 +58,7 @@ def choose_attention(wanted: str, device: torch.device) -> tuple[str, str]:
         return "plain", "fused attention needs an Ampere GPU or newer; this is slow"
     if capability < (9, 0):
         return "varlen", "FlashAttention-4 needs Hopper or newer"
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")        # compiled kernels are kept for the next start
     try:
         import flash_attn.cute  # noqa: F401
     except ImportError as error:
