@@ -145,7 +145,8 @@ class Config:
     cooldown: float = 0.6               # share of the steps over which the learning rate falls linearly ...
     final_lr: float = 0.15              # ... to this share of itself
     adam_every: int = 2                 # steps whose gradients one Adam update takes together
-    softmax_samples: int = 0            # tokens beside a micro-batch's own targets whose logits it computes; 0: all tokens
+    softmax_samples: int = 0            # tokens whose logits a micro-batch computes beside its own targets' ...
+    softmax_frequent: int = 0           # ... and those of the vocabulary's first so many; BPE numbers by frequency; both 0: all
 
     # Optimizer
     muon_lr: float = 0.023
@@ -171,7 +172,7 @@ class Config:
     # Machine
     attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
-    fp8_mlp: bool = False               # with fp8 and fused_mlp: the MLPs' as well as the head's
+    fp8_mlp: bool = True                # with fp8 and fused_mlp: the MLPs' as well as the head's
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
@@ -273,8 +274,8 @@ def check_config(config: Config) -> None:
         raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for each of {stages} stages")
     if config.paired_heads and config.heads % 2:
         raise UserError(f"--paired_heads true: {config.heads} heads of --head_dim {config.head_dim} do not make pairs")
-    if config.softmax_samples < 0:
-        raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, or 0 for all")
+    if config.softmax_samples < 0 or config.softmax_frequent < 0:
+        raise UserError(f"--softmax_samples {config.softmax_samples} --softmax_frequent {config.softmax_frequent}: numbers of tokens, 0 for all")
     if config.attention not in ("auto", *ATTENTION):
         raise UserError(f"--attention {config.attention}: choose auto, {', '.join(ATTENTION)}")
 
@@ -450,6 +451,7 @@ class GPT(nn.Module):
         self.initialise()
         self.part = compiled(config, device, embed, ngram_index, embedding_twin, sign_rows, attention_inputs, attention_output,
                              gated_skip, mlp_input, mlp_twin, head_input, head_loss_twin)
+        self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twin's FP8 is there to compare with
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -528,14 +530,14 @@ class GPT(nn.Module):
             elif layer.skip_from is not None and config.skip:
                 update = run[gated_skip](x, streams[layer.skip_from + 1], self.skip_gate, skip)
             x, normed = run[mlp_input](x, update, bigram, bigram_scales[i], residuals[i].unbind())
-            streams.append(run[mlp_twin](x, normed, *self.mlp_weights(i), self.fp8 and config.fp8_mlp))      # the kernel writes over x
+            streams.append(run[mlp_twin](x, normed, *self.mlp_weights(i), self.fp8_mlp))      # the kernel writes over x
         early = streams[config.backout_layer + 1] if config.backout else None
         x = run[head_input](streams[-1], early, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None
         if columns := len(batch.columns):                                # sampled softmax: the rows of these tokens alone
             head = run[embedding_twin](head, Sorted(batch.columns, batch.columns, torch.arange(columns, device=self.device)))
-            targets, column_weights = among_columns(targets, batch.columns, len(self.head))
+            targets, column_weights = among_columns(targets, batch.columns, config.softmax_frequent, len(self.head))
         return run[head_loss_twin](x, head, targets, is_start, loss_weights, self.fp8, column_weights)
 
     def flops_per_token(self, step: "Step", columns: int | None = None) -> float:
@@ -1058,7 +1060,7 @@ def run(config: Config, world: World) -> None:
     say(f"{config.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters in {model.dtype}, "
         f"{world.size} x {device_name(world.device)}")
     say(f"attention: {model.attention_backend}" + (f" ({model.attention_note})" if model.attention_note else ""))
-    say(f"head{' and MLP' * config.fp8_mlp}: FP8" if model.fp8 else
+    say(f"head{' and MLP' * model.fp8_mlp}: FP8" if model.fp8 else
         f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
     if loader.columns:
         say(f"sampled softmax: {', '.join(f'{n:,}' for n in loader.columns.values())} of {config.padded_vocab:,} logits a token")

@@ -45,7 +45,7 @@ class Loader:
         for step, micro_batches in zip(schedule, self.plan):
             counts = (sum(last - first for _, first, last in spans) for spans in micro_batches)
             self.most[step.batch_tokens] = max(self.most.get(step.batch_tokens, 0), *counts)
-        self.columns = self.count_columns() if config.softmax_samples else {}       # of a micro-batch, by batch size
+        self.columns = self.count_columns() if config.softmax_samples + config.softmax_frequent else {}       # of a micro-batch, by batch size
 
     def sequences(self, spans: list[Span], step: "Step") -> Iterator[Sequence]:
         for shard, first, last in spans:
@@ -54,14 +54,14 @@ class Loader:
             yield from ((tokens, *s) for s in zip(starts[first:last].tolist(), np.diff(before[first:last + 1]).tolist()))
 
     def count_columns(self) -> dict[int, int]:
-        """How many columns hold every micro-batch's targets and the sample, by batch size: so a stage's shapes are fixed.
+        """How many columns hold every micro-batch's targets, the frequent tokens and the sample, by batch size: so a stage's shapes are fixed.
 
         What is cut off the last sequence counts as well. 190 M tokens take about half a second.
         """
         columns: dict[int, int] = {}
         for step, micro_batches in zip(self.schedule, self.plan):
             for spans in micro_batches:
-                different = np.zeros(self.config.padded_vocab, bool)
+                different = np.arange(self.config.padded_vocab) < self.config.softmax_frequent
                 different[self.config.document_start] = True             # the target of a shard's last token
                 following = [text[start + 1:start + 1 + length] for text, start, length in self.sequences(spans, step)]
                 different[np.concatenate(following, dtype=np.intp)] = True
@@ -111,7 +111,7 @@ class Loader:
             batch = make_batch(sequences, n, self.most[step.batch_tokens], step.sequence_length, self.config)
             if count := self.columns.get(step.batch_tokens):
                 generator = np.random.default_rng([self.config.seed % 2**32, index, i])
-                columns = sample_columns(batch.targets.numpy(), count, self.config.padded_vocab, generator)
+                columns = sample_columns(batch.targets.numpy(), self.config.softmax_frequent, count, self.config.padded_vocab, generator)
                 batch = batch._replace(columns=torch.from_numpy(columns))
             batches.append(batch)
         return batches

@@ -413,7 +413,8 @@ def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_twin():
         assert error(fused, exact.double()) <= 2 * error(twin, exact.double()) + slack
 
 
-def test_sampled_softmax_is_the_full_one_on_average():
+@pytest.mark.parametrize("frequent", [0, 60])
+def test_sampled_softmax_is_the_full_one_on_average(frequent):
     """In float64 over many samples: Σ e^s without bias; loss and gradients, of a logarithm, nearly."""
     n, width, vocabulary, count, samples = 20, 8, 300, 120, 500
     x, head = (random(rows, width, dtype=torch.float64).div(2).requires_grad_() for rows in (n, vocabulary))
@@ -428,8 +429,8 @@ def test_sampled_softmax_is_the_full_one_on_average():
 
     full, exponentials = evaluate(head, targets, None), (23 * ((x @ head.T + 5) / 7.5).sigmoid()).exp().detach()
     for _ in range(samples):
-        columns = torch.from_numpy(sample_columns(targets.cpu().numpy(), count, vocabulary, generator)).to(DEVICE)
-        places, column_weights = among_columns(targets, columns, vocabulary)
+        columns = torch.from_numpy(sample_columns(targets.cpu().numpy(), frequent, count, vocabulary, generator)).to(DEVICE)
+        places, column_weights = among_columns(targets, columns, frequent, vocabulary)
         assert torch.equal(columns[places[targets >= 0].long()], targets[targets >= 0]) and places[5] == -1
         assert column_weights[places[targets >= 0].long()].eq(1).all()
         assert column_weights.sum().item() == pytest.approx(vocabulary)

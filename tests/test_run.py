@@ -98,7 +98,7 @@ def test_too_few_tokens(tmp_path):
     (["--val_chunk", "100"], ["--val_chunk 100 is smaller than --val_sequence_length 256"]),
     (["--preset", "huge"], ["--preset huge", "speedrun, corpus, cpu"]),
     (["--attention", "flash9"], ["--attention flash9", "flash4, varlen, plain"]),
-    (["--softmax_samples", "-1"], ["--softmax_samples -1", "0 for all"]),
+    (["--softmax_samples", "-1"], ["--softmax_samples -1 --softmax_frequent 0", "0 for all"]),
     (["--steps", "2"], ["--steps 2", "at least one step"]),
 ])
 def test_bad_settings(arguments, parts):
