@@ -311,3 +311,17 @@ def test_a_captured_step_is_the_eager_one(config):
         runs.append([trainer.step(s, trainer.loader.batches(s.index)).item() for s in trainer.schedule])
     spread = max(abs(a - b) for a, b in zip(runs[0], runs[1]))
     assert max(abs(a - b) for a, b in zip(runs[0], runs[2])) <= 2 * spread
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs, and what waits for them, need a GPU")
+def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
+    trainer = train_gpt.Trainer(replace(config, capture=True), train_gpt.World())
+    trainer.warm_up()
+    before, steps = torch.cuda.memory_stats()["num_device_alloc"], list(trainer.schedule)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step, batches in zip(steps, trainer.loader.prefetch(0, len(steps))):
+            trainer.step(step, batches)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before

@@ -1,0 +1,121 @@
+"""What settings cost in milliseconds a step: one process, one machine, one after the other, the whole program each time.
+
+    torchrun --standalone --nproc_per_node=4 -m records.ablate --preset corpus --try capture=false --try overlap=false,fp8_mlp=false
+
+Prints a row for the settings given, one for each `--try` (changes on top of them) and, first and last the same, how far the machine
+drifted: the median over steps of each stage, half of them with an update by Adam. Takes train_gpt.py's settings; --check first
+takes the first steps twice eagerly and twice as graphs, from the same weights, and prints how far the losses differ.
+"""
+import argparse
+import gc
+import statistics
+import sys
+from dataclasses import replace
+
+import torch
+
+import train_gpt
+from data.loader import pinned
+from data.shards import ShardError
+from records.clock import Clock
+from records.markdown import table
+
+Pair = tuple[train_gpt.Step, train_gpt.Step]
+
+
+def stages(schedule: train_gpt.Schedule) -> list[Pair]:
+    """Two following steps of each batch size, a step without Adam's update and one with it, where there are both."""
+    pairs: dict[int, Pair] = {}
+    steps = list(schedule)
+    for first, second in zip(steps, steps[1:]):
+        if first.kind[:-2] == second.kind[:-2] and (second.update_adam or schedule.config.adam_every == 1):
+            pairs.setdefault(first.batch_tokens, (first, second))
+    return list(pairs.values())
+
+
+def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
+    """The median milliseconds of a step in each stage, over `steps` of them, after four that are not timed."""
+    device, medians = trainer.world.device, []
+    for pair in stages(trainer.schedule):
+        batches = [[pinned(batch, device) for batch in trainer.loader.batches(step.index)] for step in pair]
+        clock, laps = Clock(device), []
+        for i in range(4 + steps):
+            if i == 4:
+                trainer.world.wait_for_all()
+                clock.start()
+            trainer.step(pair[i % 2], batches[i % 2])
+            if i >= 4:
+                laps.append(clock.lap())
+        clock.stop()
+        medians.append(statistics.median(lap.ms() for lap in laps))
+    return medians
+
+
+def changes(text: str, config: train_gpt.Config) -> dict[str, object]:
+    """"capture=false,muon_lr=0.03" as values of `Config`."""
+    pairs = [part.partition("=") for part in text.split(",")]
+    unknown = [name for name, _, _ in pairs if not hasattr(config, name)]
+    if unknown:
+        raise train_gpt.UserError(f"--try {text}: no setting {unknown[0]!r} (train_gpt.py --help lists all)")
+    return {name: train_gpt.parse_value(name, value, getattr(config, name)) for name, _, value in pairs}
+
+
+def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer:
+    """A warm trainer; what the one before it left in memory is freed."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    trainer = train_gpt.Trainer(config, world)
+    trainer.warm_up()
+    return trainer
+
+
+def losses(trainer: train_gpt.Trainer, start: tuple, count: int) -> list[float]:
+    trainer.optimizer.restore(start)
+    steps = list(trainer.schedule)[:count]
+    return torch.stack([trainer.step(step, trainer.loader.batches(step.index)) for step in steps]).tolist()
+
+
+def check(config: train_gpt.Config, world: train_gpt.World, count: int) -> str:
+    """How far the first losses of two eager runs and two of graphs, from the same weights, differ from each other."""
+    trainer = build(config, world)
+    start, graphs, runs = trainer.optimizer.snapshot(), trainer.graphs, []
+    for chosen in ({}, {}, graphs, graphs):
+        trainer.graphs = chosen
+        runs.append(losses(trainer, start, count))
+
+    def apart(a: list[float], b: list[float]) -> str:
+        return f"{max(abs(x - y) for x, y in zip(a, b)):.6f}"
+
+    return (f"{count} losses differ by at most: eager twice {apart(*runs[:2])}, eager and graphs {apart(runs[0], runs[2])} and "
+            f"{apart(runs[1], runs[2])}, graphs twice {apart(*runs[2:])}" + ("" if graphs else " (there are no graphs here)"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--try", dest="tries", action="append", default=[], metavar="NAME=VALUE,...", help="settings to change; repeatable")
+    parser.add_argument("--repeat", type=int, default=50, metavar="N", help="timed steps of each stage (default: 50)")
+    parser.add_argument("--check", type=int, default=0, metavar="N", help="compare so many first losses, eager and as graphs")
+    options, settings = parser.parse_known_args()
+    try:
+        config = train_gpt.parse_config(settings)
+        variants = [("as given", {}), *((text, changes(text, config)) for text in options.tries)]
+        world = train_gpt.World()
+        say = print if world.rank == 0 else lambda *_: None
+        if options.check:
+            say(check(config, world, options.check))
+        rows = []
+        for name, changed in variants + variants[:1] * (len(variants) > 1):
+            trainer = build(replace(config, **changed), world)
+            rows.append([name, *(f"{ms:.1f}" for ms in measure(trainer, options.repeat))])
+            del trainer                                                  # before the next one needs its memory
+    except (train_gpt.UserError, ShardError) as error:
+        print(f"records.ablate: {error}", file=sys.stderr)
+        return 2
+    say(table(["ms a step", *(f"{first.batch_tokens:,}" for first, _ in stages(train_gpt.Schedule(config)))], rows))
+    world.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

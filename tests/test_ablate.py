@@ -1,0 +1,41 @@
+"""The table of what settings cost: which steps are timed, settings to try, and the whole command."""
+import sys
+from dataclasses import replace
+
+import pytest
+
+import train_gpt
+from records import ablate
+
+
+def test_each_stage_is_timed_with_and_without_adam(config):
+    for every in (1, 2, 3):
+        pairs = ablate.stages(train_gpt.Schedule(replace(config, adam_every=every, steps=12)))
+        assert [first.batch_tokens for first, _ in pairs] == list(config.batch_tokens)
+        for first, second in pairs:
+            assert second.index == first.index + 1 and second.update_adam and first.update_adam == (every == 1)
+            assert first.windows == second.windows and first.tied == second.tied
+
+
+def test_settings_to_try(config):
+    assert ablate.changes("smear=false,muon_lr=0.5", config) == {"smear": False, "muon_lr": 0.5}
+    with pytest.raises(train_gpt.UserError, match="no setting 'smaer'"):
+        ablate.changes("smaer=false", config)
+
+
+def test_a_check_tells_equal_losses_from_others(config, monkeypatch):
+    assert "3 losses differ by at most: eager twice 0.000000" in ablate.check(config, train_gpt.World(), 3)
+    runs = iter([[1.0, 2.0], [1.0, 2.0], [1.5, 2.0], [1.0, 2.25]])
+    monkeypatch.setattr(ablate, "losses", lambda *_: next(runs))
+    assert "eager and graphs 0.500000 and 0.500000, graphs twice 0.500000" in ablate.check(config, train_gpt.World(), 2)
+
+
+def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch, capsys):
+    from conftest import TINY
+    monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", *TINY, "--data_path", str(shards), "--micro_batches", "2", "--batch_tokens",
+                                      "256,512,768", "--val_every", "0", "--repeat", "2", "--try", "smear=false"])
+    assert ablate.main() == 0
+    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert rows[0] == "ms a step" and rows[2:] == ["as given", "smear=false", "as given"]
+    monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--try", "nothing=1"])
+    assert ablate.main() == 2 and "no setting 'nothing'" in capsys.readouterr().err
