@@ -11,6 +11,7 @@ from conftest import ROOT, TINY, environment
 import train_gpt
 from kernels.master_weight import master_weight, store_master_weight
 from kernels.coefficients import polar_express
+from kernels.embedding import embedding, embedding_twin
 from kernels.newton_schulz import newton_schulz_reference
 
 
@@ -325,3 +326,32 @@ def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["num_device_alloc"] == before
+
+
+@pytest.mark.parametrize("lookup", [embedding_twin, embedding], ids=["dense", "by rows"])
+@pytest.mark.parametrize("index, samples", [(1, 0), (5, 0), (5, 64)])
+def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, lookup, index, samples):
+    """Tied and not: what a reduce-scatter is given, in the middle of the backward pass, is what stands there at its end."""
+    trainer = train_gpt.Trainer(replace(config, micro_batches=2, batch_tokens=(256, 256, 256), softmax_samples=samples), train_gpt.World())
+    trainer.model.part[embedding_twin] = lookup
+    step, given, layers = trainer.schedule.at(index), {}, []
+    start = trainer.optimizer.gradients_complete
+    monkeypatch.setattr(trainer.optimizer, "gradients_complete", lambda layer: layers.append(layer) or start(layer))
+    monkeypatch.setattr(train_gpt.World, "reduce_scatter", lambda self, shard, whole:
+                        given.update({whole.data_ptr(): (whole, whole.clone(), layers[-1])}))
+    checked = []
+
+    def compare(shard, *_):
+        for round in shard.rounds:
+            if not shard.group.replicated:
+                whole, early, layer = given[shard.grads[round.whole].data_ptr()]
+                assert torch.equal(whole, early), (shard.group.name, round.layer)
+                checked.append((shard.group.name, layer))
+
+    monkeypatch.setattr(train_gpt.Shard, "update", compare)
+    trainer.step(step, trainer.loader.batches(index))
+    last = len(config.layers)
+    assert layers == [*range(last, -1, -1), -1] and step.update_adam
+    assert {layer for name, layer in checked if name == "mlp"} == set(range(last))
+    assert ("head", -1 if step.tied else last) in checked and ("bigram table", -1) in checked
+    assert {layer for name, layer in checked if name == "value tables"} == set(trainer.model.value_index)
