@@ -51,7 +51,7 @@ else
     make_environment "$([ $tests = 1 ] && echo all || echo core)"
     python=.venv/bin/python
 fi
-if [ $tests = 1 ]; then exec "$python" -m pytest -q tests "$@"; fi
+if [ $tests = 1 ]; then exec "$python" -m pytest -q -n 2 --dist loadfile tests "$@"; fi
 
 # Ranks: a power of two that the hardware has. The CPU's two ranks share its cores.
 ranks=2
