@@ -275,7 +275,8 @@ def check_config(config: Config) -> None:
     if config.paired_heads and config.heads % 2:
         raise UserError(f"--paired_heads true: {config.heads} heads of --head_dim {config.head_dim} do not make pairs")
     if config.softmax_samples < 0 or config.softmax_frequent < 0:
-        raise UserError(f"--softmax_samples {config.softmax_samples} --softmax_frequent {config.softmax_frequent}: numbers of tokens, 0 for all")
+        raise UserError(f"--softmax_samples {config.softmax_samples} --softmax_frequent {config.softmax_frequent}: "
+                        "numbers of tokens, 0 for all")
     if config.attention not in ("auto", *ATTENTION):
         raise UserError(f"--attention {config.attention}: choose auto, {', '.join(ATTENTION)}")
 
@@ -586,6 +587,7 @@ class World:
         return dist.all_reduce(x, async_op=True) if self.size > 1 else None
 
     def of_rank_0(self, x: Tensor) -> Tensor:
+        """What x is on rank 0."""
         x = x.clone()
         if self.size > 1:
             dist.broadcast(x, 0)
@@ -898,7 +900,8 @@ class Schedule:
         warm = min(index / c.momentum_warmup, (len(self) - 1 - index) / c.momentum_cooldown, 1.0)
         return Step(index, c.batch_tokens[stage], c.sequence_length[stage],
                     c.windows[stage] if index < c.steps else c.final_windows, weights,
-                    tied=index < c.tied_share * c.steps, update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,
+                    tied=index < c.tied_share * c.steps,
+                    update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,
                     lr=c.lr_scale[stage] * (1 - (1 - c.final_lr) * fallen), momentum=low + (high - low) * warm)
 
     def validation(self, steps_done: int) -> Step:

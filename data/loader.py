@@ -45,7 +45,8 @@ class Loader:
         for step, micro_batches in zip(schedule, self.plan):
             counts = (sum(last - first for _, first, last in spans) for spans in micro_batches)
             self.most[step.batch_tokens] = max(self.most.get(step.batch_tokens, 0), *counts)
-        self.columns = self.count_columns() if config.softmax_samples + config.softmax_frequent else {}       # of a micro-batch, by batch size
+        sampled = config.softmax_samples + config.softmax_frequent > 0
+        self.columns = self.count_columns() if sampled else {}           # of a micro-batch, by batch size
 
     def sequences(self, spans: list[Span], step: "Step") -> Iterator[Sequence]:
         for shard, first, last in spans:
@@ -54,9 +55,9 @@ class Loader:
             yield from ((tokens, *s) for s in zip(starts[first:last].tolist(), np.diff(before[first:last + 1]).tolist()))
 
     def count_columns(self) -> dict[int, int]:
-        """How many columns hold every micro-batch's targets, the frequent tokens and the sample, by batch size: so a stage's shapes are fixed.
+        """How many columns hold every micro-batch's targets, the frequent tokens and the sample, by batch size.
 
-        What is cut off the last sequence counts as well. 190 M tokens take about half a second.
+        So a stage's shapes are fixed. What is cut off the last sequence counts as well. 190 M tokens take about half a second.
         """
         columns: dict[int, int] = {}
         for step, micro_batches in zip(self.schedule, self.plan):

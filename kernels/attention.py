@@ -49,6 +49,8 @@ ATTENTION: dict[str, Callable[..., Tensor]] = {"flash4": flash4_attention, "varl
 
 def choose_attention(wanted: str, device: torch.device) -> tuple[str, str]:
     """Name of the backend to use on `device`, and why it is not the fastest one (empty if it is)."""
+    # FlashAttention-4 reads this when it is imported: its compiled kernels are kept for the next start.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     if wanted != "auto":
         return wanted, "as asked"
     if device.type != "cuda":
@@ -58,7 +60,6 @@ def choose_attention(wanted: str, device: torch.device) -> tuple[str, str]:
         return "plain", "fused attention needs an Ampere GPU or newer; this is slow"
     if capability < (9, 0):
         return "varlen", "FlashAttention-4 needs Hopper or newer"
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")        # compiled kernels are kept for the next start
     try:
         import flash_attn.cute  # noqa: F401
     except ImportError as error:

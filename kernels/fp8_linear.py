@@ -10,6 +10,7 @@ from torch import Tensor
 # 23 sigmoid((z + 5) / 7.5) is at most 23 / 7.5 / 4 times the loss weight. So they depend on nothing that is run.
 INPUT_SCALE, WEIGHT_SCALE, GRADIENT_SCALE = 100 / 448, 1.6 / 448, 0.75 / 448
 
+
 def has_fp8(device: torch.device) -> bool:
     """FP8 matrix units: Ada, Hopper and newer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

@@ -10,7 +10,7 @@ import argparse
 import gc
 import statistics
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -19,6 +19,7 @@ from data.loader import pinned
 from data.shards import ShardError
 from records.clock import Clock
 from records.markdown import table
+from records.settings import split_values
 
 Pair = tuple[train_gpt.Step, train_gpt.Step]
 
@@ -52,12 +53,15 @@ def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
 
 
 def changes(text: str, config: train_gpt.Config) -> dict[str, object]:
-    """"capture=false,muon_lr=0.03" as values of `Config`."""
-    pairs = [part.partition("=") for part in text.split(",")]
-    unknown = [name for name, _, _ in pairs if not hasattr(config, name)]
+    """What "capture=false,muon_lr=0.03" changes in `config`: values by name."""
+    pairs = [part.partition("=") for part in split_values(text)]
+    known = {f.name for f in fields(config)} - {"preset", "layers", "batch_tokens"}     # the last: its stages are the columns
+    unknown = [name for name, _, _ in pairs if name not in known]
     if unknown:
-        raise train_gpt.UserError(f"--try {text}: no setting {unknown[0]!r} (train_gpt.py --help lists all)")
-    return {name: train_gpt.parse_value(name, value, getattr(config, name)) for name, _, value in pairs}
+        raise train_gpt.UserError(f"--try {text}: no setting {unknown[0]!r} to change here (train_gpt.py --help lists all)")
+    changed = {name: train_gpt.parse_value(name, value, getattr(config, name)) for name, _, value in pairs}
+    train_gpt.check_config(replace(config, **changed))
+    return changed
 
 
 def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer:

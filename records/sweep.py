@@ -10,6 +10,7 @@ from records.logs import read_log
 from records.markdown import table
 from records.pool import NOT_CONFIGURATION, configuration_differences, list_clashes, number_text, summarize
 from records.schema import LOG_NAME, RecordError, Run, last_part
+from records.settings import split_values
 from records.sources import hash_sources, project_sources
 from records.stats import welch
 
@@ -27,17 +28,6 @@ def parse_settings(texts: list[str]) -> dict[str, list[str]]:
         if "" in settings[name]:
             raise RecordError(f"--set {text!r}: an empty value between its commas")
     return settings
-
-
-def split_values(text: str) -> list[str]:
-    values, depth = [""], 0
-    for letter in text:
-        depth += (letter in "[(") - (letter in "])")
-        if letter == "," and not depth:
-            values.append("")
-        else:
-            values[-1] += letter
-    return values
 
 
 def sweep(command: str, settings: dict[str, list[str]], seeds: int, runs: Path, name: str) -> list[dict]:

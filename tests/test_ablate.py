@@ -19,8 +19,12 @@ def test_each_stage_is_timed_with_and_without_adam(config):
 
 def test_settings_to_try(config):
     assert ablate.changes("smear=false,muon_lr=0.5", config) == {"smear": False, "muon_lr": 0.5}
-    with pytest.raises(train_gpt.UserError, match="no setting 'smaer'"):
-        ablate.changes("smaer=false", config)
+    assert ablate.changes("final_windows=(3,7),smear=false", config) == {"final_windows": (3, 7), "smear": False}
+    for wrong in ("smaer=false", "heads=3", "batch_tokens=(1024,)"):
+        with pytest.raises(train_gpt.UserError, match=f"no setting '{wrong.split('=')[0]}' to change here"):
+            ablate.changes(wrong, config)
+    with pytest.raises(train_gpt.UserError, match="choose auto"):
+        ablate.changes("attention=fast", config)
 
 
 def test_a_check_tells_equal_losses_from_others(config, monkeypatch):

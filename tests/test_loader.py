@@ -106,7 +106,10 @@ def test_order_does_not_depend_on_timing_or_a_restart(config):
 
 @pytest.fixture(params=[0, 700])
 def sampled(request, tmp_path, config):
-    """With and without frequent tokens that are always there: a vocabulary of 5,000 of which a micro-batch has 100 to 400 tokens as targets, and a sample of 300 of the others."""
+    """With and without frequent tokens that are always there.
+
+    A vocabulary of 5,000 of which a micro-batch has 100 to 400 tokens as targets, and a sample of 300 of the others.
+    """
     rng = np.random.default_rng(2)
     tokens = (4999 ** rng.random(60_000)).astype(np.uint16)
     tokens[rng.choice(60_000, 800)] = 4999
