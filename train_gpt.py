@@ -40,6 +40,7 @@ from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
+from kernels.row_adam import row_adam, row_adam_twin
 from kernels.rotary import rotary_tables, rotate
 from records.clock import Clock
 from records.machine import device_name, machine_facts
@@ -173,7 +174,8 @@ class Config:
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
-    fused_orthogonalisation: bool = True        # Newton-Schulz
+    fused_orthogonalisation: bool = True        # Newton-Schulz,
+    fused_row_update: bool = False      # update of the bigram table, of only the rows read; not yet measured
     compile: bool = True                # torch.compile of the blocks, on GPUs
     capture: bool = True                # each kind of step as one CUDA graph
     overlap: bool = True                # collectives under computation; false: all before it and all behind it
@@ -487,6 +489,7 @@ KERNELS = {                                                 # setting: plain twi
     "fused_mlp": (mlp_twin, mlp),
     "fused_embedding": (embedding_twin, embedding),
     "fused_orthogonalisation": (newton_schulz_reference, newton_schulz),
+    "fused_row_update": (row_adam_twin, row_adam),
 }
 
 
@@ -672,7 +675,7 @@ class Group:
     name: str
     params: list[nn.Parameter]
     layers: list[int]                               # the first that uses each: 0 ... , -1 before them, their number after them
-    algorithm: str                                  # "normuon": matrices of one shape; "adam": anything
+    algorithm: str                                  # "normuon": matrices of one shape; "row adam": one table; "adam": anything
     lr: float
     betas: tuple[float, float]                      # NorMuon: momentum comes with each step, only the second is used
     decay: float                                    # times lr * base_lr
@@ -697,7 +700,8 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
     def adam(name: str, params: list, layers: list[int], lr: float, betas: tuple[float, float], decay: float = 0.0, **more) -> Group:
         params = [p for p in params if p is not None and p.numel()]
-        return Group(name, params, layers * (len(params) // len(layers)) if layers else [], "adam", lr * config.adam_lr, betas,
+        algorithm = "adam" if betas[0] else "row adam"
+        return Group(name, params, layers * (len(params) // len(layers)) if layers else [], algorithm, lr * config.adam_lr, betas,
                      decay * config.adam_decay, config.adam_lr, **more)
 
     def small(name: str, params: list, lr: float, betas: tuple[float, float]) -> Group:
@@ -720,7 +724,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
         adam("value tables", list(model.value_tables),                  valued,     75.0, (0.75, 0.95),  5.0),
-        adam("bigram table", [model.bigram_table],                      [-1],       75.0, (0.75, 0.95),  5.0, local=True),
+        adam("bigram table", [model.bigram_table],                      [-1],       75.0, (0.00, 0.95),  5.0, local=True),
     ]
     return [group for group in groups if group.params]
 
@@ -768,8 +772,9 @@ class Shard:
             self.weight = torch.cat([self.weights[whole].chunk(ranks)[world.rank] for _, whole, _ in self.rounds])
             self.grad = torch.zeros_like(self.weight)
         self.lost_bits = torch.zeros_like(self.weight, dtype=torch.int16) if dtype == torch.bfloat16 else None
-        self.momentum = torch.zeros_like(self.weight, dtype=torch.float32)
-        self.second = torch.zeros_like(self.momentum[..., :1] if muon else self.momentum)
+        self.second = torch.zeros_like(self.weight[..., :1] if muon else self.weight, dtype=torch.float32)
+        by_row = group.algorithm == "row adam"                           # it has no momentum but for each row the last step
+        self.momentum = torch.zeros(len(group.params[0]) if by_row else self.weight.shape, device=device)
         self.steps = torch.zeros((), device=device)
         if muon:
             self.shape = torch.Size([-1, unit[1] if group.squares else unit[0], unit[1]])
@@ -779,19 +784,23 @@ class Shard:
             self.triples = polar_express(config.polar_steps, lower_end(self.normalisation, config.polar_steps))
 
     def update(self, part: dict[Callable, Callable], healthy: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
-        """Update this rank's part from its summed gradient. `lr` multiplies the group's rate (0-dim)."""
+        """Update this rank's part from its summed gradient; all gradients become zero. `lr` multiplies the group's rate (0-dim)."""
         group, config = self.group, self.config
-        decay = lr * (group.base_lr * group.decay)
-        if group.algorithm == "adam":
-            part[adam_update](self.weight, self.lost_bits, self.grad, self.momentum, self.second, self.steps, healthy,
-                              lr * group.lr, decay, group.betas, config.cautious)
+        own, decay = (self.weight, self.lost_bits, self.grad, self.second), lr * (group.base_lr * group.decay)
+        if group.algorithm == "row adam":                                # sets to zero only what is not
+            table = group.params[0]
+            own = [x if x is None else x[:table.numel()].view(table.shape) for x in own]
+            part[row_adam_twin](*own, self.momentum, self.steps, healthy, lr * group.lr, decay, group.betas[1], config.cautious)
             return
-        weight, grad, momentum = (x.view(self.shape) for x in (self.weight, self.grad, self.momentum))
-        lost_bits = None if self.lost_bits is None else self.lost_bits.view(self.shape)
-        direction = part[nesterov_momentum](grad, momentum, momentum_beta, healthy)
-        direction = part[newton_schulz_reference](direction, self.triples, self.normalisation)
-        part[neuron_update](weight, lost_bits, direction, self.second.view(-1, self.shape[1], 1), healthy,
-                            lr * group.lr * self.matrix_lr, decay, group.betas[1], config.neuron_norm, config.cautious)
+        if group.algorithm == "adam":
+            part[adam_update](*own[:3], self.momentum, self.second, self.steps, healthy, lr * group.lr, decay, group.betas, config.cautious)
+        else:
+            weight, lost_bits, grad, momentum = (x if x is None else x.view(self.shape) for x in (*own[:3], self.momentum))
+            direction = part[nesterov_momentum](grad, momentum, momentum_beta, healthy)
+            direction = part[newton_schulz_reference](direction, self.triples, self.normalisation)
+            part[neuron_update](weight, lost_bits, direction, self.second.view(-1, self.shape[1], 1), healthy,
+                                lr * group.lr * self.matrix_lr, decay, group.betas[1], config.neuron_norm, config.cautious)
+        self.grads.zero_()
 
     def state(self) -> list[Tensor]:
         """All that a step changes."""
@@ -818,7 +827,7 @@ class Optimizer:
     """
 
     def __init__(self, model: GPT, config: Config, world: World):
-        self.part = compiled(config, world.device, nesterov_momentum, newton_schulz_reference, neuron_update, adam_update)
+        self.part = compiled(config, world.device, nesterov_momentum, newton_schulz_reference, neuron_update, adam_update, row_adam_twin)
         self.world, groups = world, parameter_groups(model, config)
         sizes = [sum(length for _, length in group.rounds(1)) if group.replicated else 0 for group in groups]
         self.replicated_grads = torch.zeros(sum(sizes), device=world.device)     # of all such groups: one collective takes them
@@ -897,7 +906,6 @@ class Optimizer:
             for work in works:
                 wait(work)
             self.shards[name].update(self.part, self.healthy, self.lr, self.momentum_beta)
-            self.shards[name].grads.zero_()
         self.sums = {}
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, row_adam, symmetric, transpose
 from kernels.coefficients import lower_end, polar_express
 
 PLAIN_5, AOL_4, AOL_5 = polar_express(5), *(polar_express(steps, lower_end("aol", steps)) for steps in (4, 5))
@@ -210,6 +210,29 @@ def embedding_cases(width: int = 768) -> Iterator[Case]:
                        kernel, dense, 0.0, 6.0 * tokens * width, configs=embedding.CONFIGS)
 
 
+def row_adam_cases(width: int = 192) -> Iterator[Case]:
+    def inputs(rows: int, read: int) -> tuple:
+        grad = torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16)
+        grad[torch.randint(rows, (read,), device="cuda")] = random(width)
+        state = torch.zeros(rows, width, device="cuda", dtype=torch.int16), grad, torch.rand(rows, width, device="cuda")
+        return random(rows, width), *state, torch.zeros(rows, device="cuda"), torch.tensor(9.0, device="cuda")
+
+    def run(function: Callable) -> Callable:
+        healthy, lr, decay = torch.tensor(True, device="cuda"), torch.tensor(0.01, device="cuda"), torch.tensor(0.1, device="cuda")
+
+        def update(weight: Tensor, lost: Tensor, grad: Tensor, *state: Tensor, **tuned) -> Tensor:
+            function(weight, lost, grad.clone(), *state, healthy, lr, decay, 0.95, True, **tuned)      # it ends as zero
+            return weight
+        return update
+
+    for rows in (377280, 1509120):
+        for read in (100_000, 400_000):
+            touched = rows * (1 - (1 - 1 / rows) ** read)
+            yield Case("Adam on the rows read, and a copy of the gradient", f"{read} of {rows} × {width}", partial(inputs, rows, read),
+                       row_adam.row_adam, row_adam.row_adam_twin, 0.0, width * (6.0 * rows + 18.0 * touched), wrap=run,
+                       exact=lambda weight, lost, *state: run(row_adam.row_adam_twin)(weight, None, *state), configs=row_adam.CONFIGS)
+
+
 def moving_cases() -> Iterator[Case]:
     for shape in ((49152, 768), (49152, 3072), (50304, 768)):
         name, size = "{} × {}".format(*shape), shape[0] * shape[1]
@@ -225,4 +248,4 @@ def moving_cases() -> Iterator[Case]:
 
 
 CASES = (orthogonalisation_cases, product_cases, mlp_cases, whole_mlp_cases, head_cases, cross_entropy_cases,
-         embedding_cases, moving_cases)
+         embedding_cases, row_adam_cases, moving_cases)

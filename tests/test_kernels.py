@@ -9,14 +9,17 @@ import torch
 import kernels.newton_schulz
 from data.packing import sample_columns
 from kernels import bench, coefficients, momentum, polar_error, stress
+from kernels.adam import adam_update
 from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from kernels.embedding import add_rows, add_rows_reference, embedding, embedding_twin, sort_rows
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
+from kernels.master_weight import master_weight, store_master_weight
 from kernels.mlp import (
     mlp, mlp_twin, relu_squared, relu_squared_backward, relu_squared_backward_reference, relu_squared_reference)
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.quantize import quantize, quantize_reference
+from kernels.row_adam import row_adam, row_adam_twin
 from kernels.symmetric import (
     gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference)
 from kernels.transpose import add_transposed, add_transposed_reference, transpose, transpose_reference
@@ -495,6 +498,52 @@ def test_add_rows_refuses_what_it_cannot_do():
                        ("out", lambda: add_rows(out[:1].expand(2 ** 30 + 1, 32), grad, *order))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
+
+
+def row_adam_state(rows: int, width: int, split: bool) -> list[torch.Tensor | None]:
+    """Weight, lost bits, gradient, mean square, last step and step count of a table that nothing has touched."""
+    master = torch.randn(rows, width, device=DEVICE)
+    weight, lost = master, None
+    if split:
+        weight, lost = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
+        store_master_weight(weight, lost, master)
+    return [weight, lost, torch.zeros_like(weight), torch.zeros_like(master), torch.zeros(rows, device=DEVICE), torch.zeros((), device=DEVICE)]
+
+
+@pytest.mark.parametrize("update", [row_adam_twin, row_adam])
+@pytest.mark.parametrize("rows, width, split", [(1, 1, False), (37, 24, False), (200, 48, True)])
+def test_row_adam_is_adam_without_a_first_moment(update, rows, width, split):
+    """Rows touched now and then end where the dense update brings them; a step that is not healthy changes nothing but the gradient."""
+    state, numbers = row_adam_state(rows, width, split), [torch.tensor(x, device=DEVICE) for x in (0.02, 0.3)]
+    dense = [x if x is None else x.clone() for x in (*state[:4], torch.zeros_like(state[3]), state[5])]
+    healthy, once = torch.tensor(True, device=DEVICE), torch.zeros(rows, dtype=torch.bool, device=DEVICE)
+    for step in range(8):
+        touched = torch.rand(rows, device=DEVICE) < 0.3
+        grad = torch.randn(rows, width, device=DEVICE).to(state[0].dtype) * touched[:, None]
+        before = [x if x is None else x.clone() for x in state]
+        healthy.fill_(step < 7)                                          # the last: nothing after it is healthy
+        once |= touched & healthy
+        for gradient in (state[2], dense[2]):
+            gradient.copy_(grad)
+        if step == 7:
+            state[2][0] = torch.nan
+        update(*state, healthy, *numbers, 0.9, True)
+        if step < 7:
+            adam_update(*dense[:3], dense[4], dense[3], dense[5], healthy, *numbers, (0.0, 0.9), True)
+        still = ~touched | ~healthy
+        assert not state[2].any() and all(torch.equal(x[still], old[still]) for x, old in zip(state[:5], before) if x is not None and x is not state[2])
+    for mine, theirs in zip((master_weight(*state[:2]), state[5]), (master_weight(*dense[:2]), dense[5])):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    assert torch.equal(state[4] > 0, once)
+
+
+def test_row_adam_refuses_what_it_cannot_do():
+    weight, lost, grad, second, last, steps = row_adam_state(6, 8, True)
+    numbers = [torch.ones((), device=DEVICE)] * 3
+    for name, state in (("weight", (weight, None, grad, second, last)), ("lost_bits", (weight, lost[:5], grad, second, last)),
+                        ("grad", (weight, lost, grad.mT, second, last)), ("last", (weight, lost, grad, second, last[:5]))):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            row_adam(*state, steps, *numbers, 0.9, True)
 
 
 def test_stress_finds_what_is_wrong(monkeypatch):
