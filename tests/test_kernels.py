@@ -534,7 +534,8 @@ def heads_inputs(n: int, heads: int, head_dim: int, value: bool, pair: int = 1, 
 def heads_both_ways(function, inputs: list, head_dim: int, key_offset: bool, grads: list) -> list:
     leaves = [x.detach().requires_grad_() if i in (0, 4, 5, 6) and x is not None else x for i, x in enumerate(inputs)]
     out = function(*leaves, head_dim, key_offset)
-    gradients = torch.autograd.grad(out, [x for x in leaves if x is not None and x.requires_grad], [g.to(x) for g, x in zip(grads, out)])
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    gradients = torch.autograd.grad(out, wanted, [g.to(x) for g, x in zip(grads, out)])
     assert all(x.is_contiguous() for x in out)
     return [*(x.detach() for x in out), *gradients]
 
@@ -546,7 +547,8 @@ def double(inputs: list) -> list:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [False, True])
 @pytest.mark.parametrize("key_offset", [False, True])
-@pytest.mark.parametrize("n, heads, head_dim, pair, share", [(37, 2, 32, 1, 0.5), (24, 4, 16, 2, 0.5), (1, 1, 16, 1, 1.0), (9, 3, 32, 1, 0.375)])
+@pytest.mark.parametrize("n, heads, head_dim, pair, share",
+                         [(37, 2, 32, 1, 0.5), (24, 4, 16, 2, 0.5), (1, 1, 16, 1, 1.0), (9, 3, 32, 1, 0.375)])
 def test_qkv_heads(n, heads, head_dim, pair, share, key_offset, value, dtype):
     """Outputs, and gradients for such as are not contiguous; a second call is equal bit for bit."""
     inputs = heads_inputs(n, heads, head_dim, value, pair, dtype=dtype, share=share)
@@ -561,12 +563,13 @@ def test_qkv_heads(n, heads, head_dim, pair, share, key_offset, value, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_qkv_heads_in_blocks_of_any_size(dtype):
-    """Where blocks end changes nothing: the key offset reaches from one into the next. The first token starts a sequence, said or not."""
+    """Where blocks end changes nothing: the key offset reaches from one into the next. The first token is a start, said or not."""
     seen, row, gate = heads_inputs(21, 2, 16, True, dtype=dtype)[4:]
     mix, grads, results = value_mix(seen, row, gate), [random(21, 2, 16, dtype=dtype) for _ in range(3)], []
     for tuned in ((1, 1), (4, 1), (8, 4), (32, 8)):
         torch.manual_seed(1)
-        tensors = [*heads_inputs(21, 2, 16, False, starts=(0, 4, 5, 16) if tuned[0] > 4 else (4, 5, 16), dtype=dtype)[:4], row, mix]
+        starts = (0, 4, 5, 16) if tuned[0] > 4 else (4, 5, 16)
+        tensors = [*heads_inputs(21, 2, 16, False, starts=starts, dtype=dtype)[:4], row, mix]
         results.append([*heads_forward(*tensors, 16, True, tuned), *heads_backward(*grads, *tensors, 16, True, tuned)])
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
@@ -608,7 +611,8 @@ def test_qkv_heads_write_all_that_they_return(monkeypatch):
 @pytest.mark.parametrize("n, heads, channels", [(1, 1, 1), (300, 3, 6), (128, 6, 8)])
 def test_value_mix(n, heads, channels):
     """The gradient of the value row is added to what is there, in its first channels alone."""
-    seen, row, gate = random(n, 2 * channels)[:, channels:], random(n, 3 * channels), random(heads, 2 * channels, dtype=torch.float32)
+    seen, row = random(n, 2 * channels)[:, channels:], random(n, 3 * channels)
+    gate = random(heads, 2 * channels, dtype=torch.float32)
     old, mix_grad = random(n, 3 * channels), random(n, heads, dtype=torch.float32)
     exact, plain = [], []
     for dtype, results in ((torch.float64, exact), (seen.dtype, plain)):
@@ -627,8 +631,9 @@ def test_value_mix(n, heads, channels):
 def test_qkv_heads_refuse_what_they_cannot_do():
     good, names = heads_inputs(10, 2, 16, True), ["qkv", "cos", "sin", "is_start", "seen", "value_row", "value_gate"]
     qkv, cos, sin, is_start, seen, row, gate = good
-    wrong = {"qkv": (qkv.double(), qkv[:, :-1], qkv.mT.contiguous().mT, qkv[0]), "cos": (cos[:5], cos.double(), cos[:, :0], cos.repeat(3, 1)),
-             "sin": (sin[:, :2], sin.mT.contiguous().mT), "is_start": (is_start[:3], is_start.int()), "seen": (seen[:3], seen.mT),
+    wrong = {"qkv": (qkv.double(), qkv[:, :-1], qkv.mT.contiguous().mT, qkv[0]),
+             "cos": (cos[:5], cos.double(), cos[:, :0], cos.repeat(3, 1)), "sin": (sin[:, :2], sin.mT.contiguous().mT),
+             "is_start": (is_start[:3], is_start.int()), "seen": (seen[:3], seen.mT),
              "value_row": (row[:, :16], row.double()), "value_gate": (gate[:1], gate[:, :5], gate.double())}
     for name, tensors in wrong.items():
         for tensor in tensors:
@@ -638,7 +643,8 @@ def test_qkv_heads_refuse_what_they_cannot_do():
         with pytest.raises(ValueError, match="power of two"):
             qkv_heads(*good, head_dim, False)
     mix = value_mix(seen, row, gate)
-    for call in (lambda: value_mix_backward(mix[:3], mix, seen, row, gate, row.clone()), lambda: value_mix_backward(mix, mix, seen, row, gate, row[:3]),
+    for call in (lambda: value_mix_backward(mix[:3], mix, seen, row, gate, row.clone()),
+                 lambda: value_mix_backward(mix, mix, seen, row, gate, row[:3]),
                  lambda: heads_backward(*[random(9, 2, 16)] * 3, *good[:4], row, mix, 16, False)):
         with pytest.raises(ValueError, match="grad must be"):
             call()

@@ -184,8 +184,8 @@ def test_paired_heads_are_one_head_over_twice_the_tokens(config, monkeypatch):
     x, weight, one, width = torch.randn(n, config.width), torch.randn(4 * config.width, config.width), torch.ones(()), config.width
     cos, sin, _ = rotary_tables([8], 2 * n, config.head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
     qkv, _, _ = train_gpt.attention_inputs(x, weight, one, None, 0)
-    paired, even, odd = (qkv_heads_twin(qkv, cos[part], sin[part], torch.zeros(n, dtype=torch.bool), None, None, None, config.head_dim, False)
-                         for part in (slice(None), slice(0, None, 2), slice(1, None, 2)))
+    rest = torch.zeros(n, dtype=torch.bool), None, None, None, config.head_dim, False
+    paired, even, odd = (qkv_heads_twin(qkv, cos[part], sin[part], *rest) for part in (slice(None), slice(0, None, 2), slice(1, None, 2)))
     for z, z_even, z_odd in zip(paired, even, odd):
         assert torch.equal(z, torch.cat([z_even[:, :1], z_odd[:, 1:]], dim=1))
 
