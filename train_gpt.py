@@ -328,7 +328,7 @@ def sign_rows(rows: Tensor, tokens: Tensor, is_start: Tensor, signs: Tensor) -> 
     return rows * signs[(previous(tokens, is_start) ^ tokens) % len(signs)].type_as(rows)
 
 
-def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_channels: int):
+def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_channels: int | None):
     """Q, K, V side by side (n, 3 width), the gates of the heads (n, heads, 1), and what the value's gates see (n, value_channels).
 
     All from the residual that attention reads. `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its
@@ -336,7 +336,7 @@ def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor
     """
     x = norm(source)
     qkv = F.linear(x, weight[:3 * weight.size(-1)] * scale)
-    seen = x[:, :value_channels].clone() if value_channels else None     # or its gradient would be as wide as x
+    seen = None if value_channels is None else x[:, :value_channels].clone()       # a view's gradient would be as wide as x
     if gate is not None:
         gate = torch.sigmoid(F.linear(x[:, :gate.size(-1)], gate.type_as(x)))[..., None]
     return qkv, gate, seen
@@ -513,7 +513,8 @@ class GPT(nn.Module):
                 value_row = None if v is None else run[embedding_twin](self.value_tables[v], by_token)
                 scale_qkv, scale_out = scales[a].unbind()
                 pair = 2 if config.paired_heads and layer.paired else 1  # a pair of heads is one of twice the tokens
-                qkv, gate, seen = run[attention_inputs](source, self.bank[a], scale_qkv, gates[a], 0 if v is None else config.gate_channels // 2)
+                qkv, gate, seen = run[attention_inputs](source, self.bank[a], scale_qkv, gates[a],
+                                                        None if v is None else config.gate_channels // 2)
                 q, k, values = run[qkv_heads_twin](
                     qkv, cos[:pair * n], sin[:pair * n], is_start, seen, value_row, None if v is None else value_gates[v],
                     config.head_dim, config.key_offset and layer.long_window)

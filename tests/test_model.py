@@ -118,7 +118,7 @@ def test_key_offset_takes_the_position_free_half_from_the_token_before():
     cos, sin, _ = rotary_tables([8], n, head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
     is_start = torch.zeros(n, dtype=torch.bool)
     is_start[[0, 7]] = True
-    qkv, _, _ = train_gpt.attention_inputs(x, weight, one, None, 0)
+    qkv, _, _ = train_gpt.attention_inputs(x, weight, one, None, None)
     plain, offset = (qkv_heads_twin(qkv, cos, sin, is_start, None, None, None, head_dim, on)[1] for on in (False, True))
     half = head_dim // 2
     assert torch.equal(plain[..., :half], offset[..., :half])
@@ -183,7 +183,7 @@ def test_paired_heads_are_one_head_over_twice_the_tokens(config, monkeypatch):
         assert window == pair * step.windows[layer.long_window] * config.window_block
     x, weight, one, width = torch.randn(n, config.width), torch.randn(4 * config.width, config.width), torch.ones(()), config.width
     cos, sin, _ = rotary_tables([8], 2 * n, config.head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
-    qkv, _, _ = train_gpt.attention_inputs(x, weight, one, None, 0)
+    qkv, _, _ = train_gpt.attention_inputs(x, weight, one, None, None)
     rest = torch.zeros(n, dtype=torch.bool), None, None, None, config.head_dim, False
     paired, even, odd = (qkv_heads_twin(qkv, cos[part], sin[part], *rest) for part in (slice(None), slice(0, None, 2), slice(1, None, 2)))
     for z, z_even, z_odd in zip(paired, even, odd):
