@@ -119,7 +119,6 @@ class Config:
     gate_channels: int = 12             # of a token's vector that its gates see
     bigram_rows: int = 377_280          # rows of the hashed (previous, current) table; 0: no table
     bigram_signs: int = 0               # random sign vectors, 8192 or so, one of which multiplies a token's row; 0: none
-    trigram: bool = False               # a second row of that table, by the last three tokens, is added to the first
     value_embeddings: bool = True
     attention_gates: bool = True
     smear: bool = True                  # each token's embedding adds a gated share of the previous one's
@@ -127,7 +126,6 @@ class Config:
     skip: bool = True
     backout: bool = True
     late_input: bool = True             # honour `Layer.attends_to`
-    exclusive_attention: bool = False   # less a learned share of each head's output that lies along the token's own value
     paired_heads: bool = False          # honour `Layer.paired`
 
     # Schedule
@@ -146,8 +144,7 @@ class Config:
     cooldown: float = 0.6               # share of the steps over which the learning rate falls linearly ...
     final_lr: float = 0.15              # ... to this share of itself
     adam_every: int = 2                 # steps whose gradients one Adam update takes together
-    softmax_samples: int = 0            # tokens whose logits a micro-batch computes beside its own targets' ...
-    softmax_frequent: int = 0           # ... and those of the vocabulary's first so many; BPE numbers by frequency; both 0: all
+    softmax_samples: int = 0            # tokens whose logits a micro-batch computes beside its own targets'; 0: all
 
     # Optimizer
     muon_lr: float = 0.023
@@ -276,11 +273,127 @@ def check_config(config: Config) -> None:
         raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for each of {stages} stages")
     if config.paired_heads and config.heads % 2:
         raise UserError(f"--paired_heads true: {config.heads} heads of --head_dim {config.head_dim} do not make pairs")
-    if config.softmax_samples < 0 or config.softmax_frequent < 0:
-        raise UserError(f"--softmax_samples {config.softmax_samples} --softmax_frequent {config.softmax_frequent}: "
-                        "numbers of tokens, 0 for all")
+    if config.softmax_samples < 0:
+        raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, 0 for all")
     if config.attention not in ("auto", *ATTENTION):
         raise UserError(f"--attention {config.attention}: choose auto, {', '.join(ATTENTION)}")
+
+
+# ========== Ranks ====================================================================================================
+
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor      # renamed in torch 2.13
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class World:
+    """The ranks of this run and what they say to each other. One rank says nothing."""
+
+    def __init__(self):
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_RANK", 0))
+        self.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+        if self.device.type == "cuda":
+            if local >= torch.cuda.device_count():
+                raise UserError(f"{local + 1} or more processes on a machine with {torch.cuda.device_count()} GPUs; "
+                                f"use --nproc_per_node={torch.cuda.device_count()}")
+            torch.cuda.set_device(self.device)
+        if self.size > 1:
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
+                                    device_id=self.device if self.device.type == "cuda" else None)
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> dist.Work | None:
+        """Start: shard (n, ...) = this rank's part of the sum over ranks of whole (size * n, ...)."""
+        return REDUCE_SCATTER(shard, whole, async_op=True) if self.size > 1 else None
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> dist.Work | None:
+        """Start: whole (size * n, ...) = every rank's shard (n, ...), in rank order."""
+        return ALL_GATHER(whole, shard, async_op=True) if self.size > 1 else None
+
+    def all_reduce(self, x: Tensor) -> dist.Work | None:
+        """Start: x becomes its sum over ranks."""
+        return dist.all_reduce(x, async_op=True) if self.size > 1 else None
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work | None:
+        """Start: part r of sent (size * n, ...) goes to rank r; received holds what came from each, in rank order."""
+        return dist.all_to_all_single(received, sent, async_op=True) if self.size > 1 else None
+
+    def of_all_ranks(self, x: Tensor) -> Tensor:
+        """Every rank's x (n, ...) in rank order, (size * n, ...)."""
+        whole = x.new_empty(self.size * len(x), *x.shape[1:]) if self.size > 1 else x
+        wait(self.all_gather(whole, x))
+        return whole
+
+    def of_rank_0(self, x: Tensor) -> Tensor:
+        """What x is on rank 0."""
+        x = x.clone()
+        if self.size > 1:
+            dist.broadcast(x, 0)
+        return x
+
+    def wait_for_all(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def wait(work: dist.Work | None) -> None:
+    """On a GPU only its current stream waits."""
+    if work is not None:
+        work.wait()
+
+
+class ColumnExchange:
+    """For a table of which every rank holds some columns: parts of rows to whole rows, and their gradients back.
+
+    What all ranks' tokens read here, (size * n, width / size) in rank order, becomes the rows of this rank's tokens, (n, width).
+    In two halves, `send` and `receive`, so that the wire is busy while what stands between them computes; backward likewise.
+    """
+
+    def __init__(self, world: World):
+        self.world, self.under_way = world, ()
+
+    def start(self, parts: Tensor) -> Tensor:
+        arriving = torch.empty_like(parts)
+        self.under_way = self.world.all_to_all(arriving, parts), parts   # which must live until then
+        return arriving
+
+    def finish(self) -> None:
+        wait(self.under_way[0])
+        self.under_way = ()
+
+    def send(self, parts: Tensor) -> Tensor:
+        return SendColumns.apply(parts, self) if self.world.size > 1 else parts
+
+    def receive(self, arriving: Tensor) -> Tensor:
+        return ReceiveColumns.apply(arriving, self) if self.world.size > 1 else arriving
+
+
+class SendColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parts: Tensor, exchange: ColumnExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(parts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.exchange.finish()
+        return grad, None
+
+
+class ReceiveColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, arriving: Tensor, exchange: ColumnExchange) -> Tensor:
+        ctx.exchange, ranks = exchange, exchange.world.size
+        exchange.finish()
+        return arriving.view(ranks, len(arriving) // ranks, -1).transpose(0, 1).flatten(1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        parts = grad.reshape(len(grad), ctx.exchange.world.size, -1).transpose(0, 1).flatten(0, 1)
+        return ctx.exchange.start(parts), None
 
 
 # ========== Model ====================================================================================================
@@ -306,18 +419,10 @@ def embed(rows: Tensor, is_start: Tensor, smear_gate: Tensor | None, smear: Tens
     return norm(x + gate[:, None].type_as(x) * previous(x, is_start))
 
 
-def ngram_index(tokens: Tensor, is_start: Tensor, count: int, trigram: bool) -> Tensor:
-    """Which of `count` rows belongs to (previous, current) (n,), or (n, 2) that one and the one of the last three tokens.
-
-    A sequence's first token has no previous one, its second none before that: 0 stands there, and tokens count from 1.
-    """
+def bigram_index(tokens: Tensor, is_start: Tensor, count: int) -> Tensor:
+    """Which of `count` rows belongs to (previous, current) (n,). A sequence's first token has no previous one: 0, others count from 1."""
     current = tokens.long()
-    before = previous(current + 1, is_start)
-    index = (before * 1_000_003 ^ current * 998_244_353) % count
-    if not trigram:
-        return index
-    third = previous(before, is_start) * 1_000_000_007 ^ before * 805_306_457 ^ current * 402_653_189
-    return torch.stack([index, third % count], dim=1)
+    return (previous(current + 1, is_start) * 1_000_003 ^ current * 998_244_353) % count
 
 
 def sign_rows(rows: Tensor, tokens: Tensor, is_start: Tensor, signs: Tensor) -> Tensor:
@@ -342,15 +447,8 @@ def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor
     return qkv, gate, seen
 
 
-def attention_output(y: Tensor, v: Tensor, share: Tensor | None, gate: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
-    """What attention adds to the residual (n, width): gated heads through O, whose learned scale multiplies the weight.
-
-    y (n, heads, head_dim) first loses a `share` (heads,) of its part along the token's own value v; arXiv 2603.09078.
-    """
-    if share is not None:
-        y32, v32 = y.float(), v.float()
-        along = (y32 * v32).sum(-1, keepdim=True) / v32.square().sum(-1, keepdim=True).clamp_min(1e-6)
-        y = (y32 - share[:, None] * along * v32).type_as(y)
+def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
+    """What attention adds to the residual (n, width): gated heads y (n, heads, head_dim) through O with its learned scale."""
     y = y if gate is None else y * gate
     width = weight.size(-1)
     return F.linear(y.flatten(1), weight[3 * width:] * scale)
@@ -400,9 +498,10 @@ class GPT(nn.Module):
     Q, K, V, O of a layer stacked. So a row is an output neuron of Q, K, V, O or a hidden unit everywhere in the bank.
     """
 
-    def __init__(self, config: Config, device: torch.device):
+    def __init__(self, config: Config, world: World):
         super().__init__()
-        self.config, self.device = config, device
+        self.config, self.world, self.device = config, world, world.device
+        device = world.device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.attention_backend, self.attention_note = choose_attention(config.attention, device)
         self.attend = ATTENTION[self.attention_backend]
@@ -420,8 +519,8 @@ class GPT(nn.Module):
         self.attention_index = {layer: i for i, layer in enumerate(attention)}
         self.value_index = {layer: i for i, layer in enumerate(valued)}
 
-        def table(rows: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(rows, width, device=device, dtype=self.dtype))
+        def table(rows: int, columns: int = width) -> nn.Parameter:
+            return nn.Parameter(torch.empty(rows, columns, device=device, dtype=self.dtype))
 
         def small(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(*shape, device=device))      # float32: few, and their updates are small
@@ -430,7 +529,7 @@ class GPT(nn.Module):
         self.bank = nn.ParameterList(nn.Parameter(matrix) for matrix in bank)
         self.head, self.embedding = table(config.padded_vocab), table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
-        self.bigram_table = table(config.bigram_rows) if config.bigram_rows else None
+        self.bigram_table = table(config.bigram_rows, width // world.size) if config.bigram_rows else None     # this rank's columns
         self.register_buffer("bigram_signs", torch.empty(config.bigram_signs, width, device=device, dtype=torch.int8)
                              if config.bigram_rows and config.bigram_signs else None)
         self.attention_scalars = small(len(attention), 2)                # of Q, K, V and of O
@@ -441,9 +540,8 @@ class GPT(nn.Module):
         self.skip_gate = small(config.gate_channels)
         self.attention_gates = small(len(attention), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
-        self.exclusive_shares = small(len(attention), heads) if config.exclusive_attention else None
         self.initialise()
-        self.part = compiled(config, device, embed, ngram_index, embedding_twin, sign_rows, attention_inputs, qkv_heads_twin,
+        self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, attention_inputs, qkv_heads_twin,
                              attention_output, gated_skip, mlp_input, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twin's FP8 is there to compare with
 
@@ -472,6 +570,18 @@ class GPT(nn.Module):
             signs = torch.Generator(self.device).manual_seed(self.config.seed)
             self.bigram_signs.random_(2, generator=signs).mul_(2).sub_(1)
 
+    def weights(self) -> dict[str, Tensor]:
+        """All weights by name, whole, on every rank; all of them must call."""
+        weights = self.state_dict()
+        if self.bigram_table is not None:
+            parts = self.world.of_all_ranks(self.bigram_table.detach()).view(self.world.size, *self.bigram_table.shape)
+            weights["bigram_table"] = parts.transpose(0, 1).flatten(1)
+        return weights
+
+    def parameter_count(self) -> int:
+        others = self.world.size - 1                                     # whose columns of the table are not among ours
+        return sum(p.numel() * (1 + others * (p is self.bigram_table)) for p in self.parameters())
+
     def mlp_weights(self, layer: int) -> tuple[Tensor, Tensor]:
         first = len(self.attention_index) + 2 * layer
         return self.bank[first], self.bank[first + 1]
@@ -491,17 +601,19 @@ class GPT(nn.Module):
         scales, residuals = self.attention_scalars.unbind(), self.residual_scalars.unbind()
         bigram_scales, value_gates = self.bigram_scalars.unbind(), self.value_gates.unbind()
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
-        shares = [None] * len(scales) if self.exclusive_shares is None else self.exclusive_shares.unbind()
 
         sort = sort_rows if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
         by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
+        if self.bigram_table is not None:                                # each rank looks its columns up for the tokens of all
+            index = self.world.of_all_ranks(run[bigram_index](batch.tokens, is_start, len(self.bigram_table)))
+            exchange = ColumnExchange(self.world)
+            arriving = exchange.send(run[embedding_twin](self.bigram_table, sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
         streams = [run[embed](rows, is_start, self.smear_gate, smear)]   # streams[i] enters layer i, the last one the head
         bigram = None
         if self.bigram_table is not None:
-            index = run[ngram_index](batch.tokens, is_start, len(self.bigram_table), config.trigram)
-            bigram = run[embedding_twin](self.bigram_table, sort(index))
+            bigram = exchange.receive(arriving)
             if self.bigram_signs is not None:
                 bigram = run[sign_rows](bigram, batch.tokens, is_start, self.bigram_signs)
         for i, layer in enumerate(config.layers):
@@ -510,19 +622,18 @@ class GPT(nn.Module):
             if layer.attention:
                 a, v = self.attention_index[i], self.value_index.get(i)
                 source = streams[layer.attends_to + 1] if config.late_input and layer.attends_to is not None else x
-                value_row = None if v is None else run[embedding_twin](self.value_tables[v], by_token)
+                value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
                 scale_qkv, scale_out = scales[a].unbind()
                 pair = 2 if config.paired_heads and layer.paired else 1  # a pair of heads is one of twice the tokens
                 qkv, gate, seen = run[attention_inputs](source, self.bank[a], scale_qkv, gates[a],
                                                         None if v is None else config.gate_channels // 2)
-                q, k, values = run[qkv_heads_twin](
-                    qkv, cos[:pair * n], sin[:pair * n], is_start, seen, value_row, None if v is None else value_gates[v],
-                    config.head_dim, config.key_offset and layer.long_window)
+                q, k, values = run[qkv_heads_twin](qkv, cos[:pair * n], sin[:pair * n], is_start, seen, value_row, value_gate,
+                                                   config.head_dim, config.key_offset and layer.long_window)
                 window = step.windows[layer.long_window] * config.window_block
                 y = self.attend(*(heads.view(pair * n, -1, config.head_dim) for heads in (q, k, values)),
                                 batch.boundaries if pair == 1 else 2 * batch.boundaries,
                                 pair * batch.max_length, pair * window, attention_scale).view_as(values)
-                update = run[attention_output](y, values, shares[a], gate, self.bank[a], scale_out)
+                update = run[attention_output](y, gate, self.bank[a], scale_out)
             elif layer.skip_from is not None and config.skip:
                 update = run[gated_skip](x, streams[layer.skip_from + 1], self.skip_gate, skip)
             x, normed = run[mlp_input](x, update, bigram, bigram_scales[i], residuals[i].unbind())
@@ -533,7 +644,7 @@ class GPT(nn.Module):
         head, targets, column_weights = self.head, batch.targets, None
         if columns := len(batch.columns):                                # sampled softmax: the rows of these tokens alone
             head = run[embedding_twin](head, Sorted(batch.columns, batch.columns, torch.arange(columns, device=self.device)))
-            targets, column_weights = among_columns(targets, batch.columns, config.softmax_frequent, len(self.head))
+            targets, column_weights = among_columns(targets, batch.columns, len(self.head))
         return run[head_loss_twin](x, head, targets, is_start, loss_weights, self.fp8, column_weights)
 
     def flops_per_token(self, step: "Step", columns: int | None = None) -> float:
@@ -549,60 +660,6 @@ class GPT(nn.Module):
 
 # ========== Optimizer ================================================================================================
 
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor      # renamed in torch 2.13
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class World:
-    """The ranks of this run and what they say to each other. One rank says nothing."""
-
-    def __init__(self):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local = int(os.environ.get("LOCAL_RANK", 0))
-        self.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-        if self.device.type == "cuda":
-            if local >= torch.cuda.device_count():
-                raise UserError(f"{local + 1} or more processes on a machine with {torch.cuda.device_count()} GPUs; "
-                                f"use --nproc_per_node={torch.cuda.device_count()}")
-            torch.cuda.set_device(self.device)
-        if self.size > 1:
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
-                                    device_id=self.device if self.device.type == "cuda" else None)
-
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> dist.Work | None:
-        """Start: shard (n, ...) = this rank's part of the sum over ranks of whole (size * n, ...)."""
-        return REDUCE_SCATTER(shard, whole, async_op=True) if self.size > 1 else None
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> dist.Work | None:
-        """Start: whole (size * n, ...) = every rank's shard (n, ...), in rank order."""
-        return ALL_GATHER(whole, shard, async_op=True) if self.size > 1 else None
-
-    def all_reduce(self, x: Tensor) -> dist.Work | None:
-        """Start: x becomes its sum over ranks."""
-        return dist.all_reduce(x, async_op=True) if self.size > 1 else None
-
-    def of_rank_0(self, x: Tensor) -> Tensor:
-        """What x is on rank 0."""
-        x = x.clone()
-        if self.size > 1:
-            dist.broadcast(x, 0)
-        return x
-
-    def wait_for_all(self) -> None:
-        if self.size > 1:
-            dist.barrier()
-
-    def close(self) -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def wait(work: dist.Work | None) -> None:
-    """On a GPU only its current stream waits."""
-    if work is not None:
-        work.wait()
-
-
 @dataclass
 class Group:
     """Parameters that one algorithm updates with one set of rates. The optimizer knows groups, not names."""
@@ -617,6 +674,7 @@ class Group:
     matrix_lr: list[float] = field(default_factory=list)      # NorMuon: a multiplier for each matrix
     squares: bool = False                           # NorMuon: each matrix is a stack of square ones
     replicated: bool = False                        # too small to share out: every rank makes the whole update
+    local: bool = False                             # other parameters on every rank: nothing to sum or to gather
     tied_to: str | None = None                      # until untied, this group's weights are another's and it gets no updates
 
     def rounds(self, ranks: int) -> list[tuple[list[nn.Parameter], int]]:
@@ -645,8 +703,8 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
     groups = [
         # name, parameters                                              first use   lr    betas          decay
-        small("scalars", [model.attention_scalars, model.bigram_scalars, model.scalars,
-                          model.exclusive_shares],                                  5.0,  (0.90, 0.99)),
+        small("scalars", [model.attention_scalars, model.bigram_scalars,
+                          model.scalars],                                           5.0,  (0.90, 0.99)),
         small("residual scalars", [model.residual_scalars],                         5.0,  (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                                     0.01, (0.90, 0.99)),
         small("gates", [model.attention_gates, model.value_gates,
@@ -656,7 +714,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
         adam("value tables", list(model.value_tables),                  valued,     75.0, (0.75, 0.95),  5.0),
-        adam("bigram table", [model.bigram_table],                      [-1],       75.0, (0.75, 0.95),  5.0),
+        adam("bigram table", [model.bigram_table],                      [-1],       75.0, (0.75, 0.95),  5.0, local=True),
     ]
     return [group for group in groups if group.params]
 
@@ -684,7 +742,7 @@ class Shard:
     def __init__(self, group: Group, config: Config, world: World, grads: Tensor | None = None):
         self.group, self.config, self.world = group, config, world
         device, dtype = group.params[0].device, group.params[0].dtype
-        muon, ranks = group.algorithm == "normuon", 1 if group.replicated else world.size
+        muon, ranks = group.algorithm == "normuon", 1 if group.replicated or group.local else world.size
         unit = group.params[0].shape if muon else torch.Size()
         rounds = group.rounds(ranks)
         self.weights = torch.zeros(sum(length for _, length in rounds), *unit, device=device, dtype=dtype)
@@ -765,6 +823,7 @@ class Optimizer:
         self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on
         self.due: deque[tuple[int, Shard, Round]] = deque()              # sums to start, the last layer's first
         self.sums: dict[str, list[dist.Work | None]] = {}                # under way, by group
+        self.to_gather: tuple[bool, bool] | None = None                  # not started: tied or not, Adam's groups too or not
         self.gathers: deque[tuple[int, dist.Work | None]] = deque()      # under way, in the order of use
 
     def active(self, tied: bool, adam: bool) -> list[Shard]:
@@ -776,12 +835,12 @@ class Optimizer:
         """The rounds of these groups, with the layers that first use them: where a group tied to this one is used, if it is."""
         users = {shard.group.tied_to: min(shard.group.layers) for shard in self.shards.values() if tied and shard.group.tied_to}
         return [(min(round.layer, users.get(shard.group.name, round.layer)), shard, round)
-                for shard in self.active(tied, adam) if not shard.group.replicated for round in shard.rounds]
+                for shard in self.active(tied, adam) if not (shard.group.replicated or shard.group.local) for round in shard.rounds]
 
     @torch.no_grad()
     def begin(self, step: "Step") -> None:
-        """Start to gather what the last step updated; plan which sums this one has to start."""
-        self.start_gathers(step.tied, step.adam_updated)
+        """Plan what this step gathers, of what the last one updated, and which sums it starts."""
+        self.to_gather = (step.tied, step.adam_updated)
         self.due = deque(sorted(self.exchanges(step.tied, step.update_adam), key=lambda exchange: -exchange[0]))
 
     def start_gathers(self, tied: bool, adam: bool) -> None:
@@ -789,14 +848,17 @@ class Optimizer:
             self.gathers.append((layer, self.world.all_gather(shard.weights[round.whole], shard.weight[round.own])))
 
     def weights_needed(self, layer: float) -> None:
-        """Wait for the weights that the model uses up to this layer."""
+        """Wait for the weights that the model uses up to this layer. The first call starts all gathers: what came before it did not queue."""
+        if self.to_gather:
+            self.start_gathers(*self.to_gather)
+            self.to_gather = None
         while self.gathers and self.gathers[0][0] <= layer:
             wait(self.gathers.popleft()[1])
 
     @torch.no_grad()
     def gather(self) -> None:
         """Make this rank's copy of all weights whole."""
-        self.start_gathers(self.tied, adam=True)
+        self.to_gather = self.tied, True
         self.weights_needed(math.inf)
 
     @torch.no_grad()
@@ -804,7 +866,7 @@ class Optimizer:
         """UserError if a weight differs between the ranks."""
         self.gather()
         for name, shard in self.shards.items():
-            first = self.world.of_rank_0(shard.weights)
+            first = shard.weights if shard.group.local else self.world.of_rank_0(shard.weights)
             if differ := int((first.view(torch.uint8) != shard.weights.view(torch.uint8)).sum()):
                 raise UserError(f"rank {self.world.rank}: {differ} bytes of the weights of group {name!r} differ from rank 0's")
 
@@ -822,6 +884,7 @@ class Optimizer:
         if step.update_adam:
             work = self.world.all_reduce(self.replicated_grads)
             self.sums |= {name: [work] for name, shard in self.shards.items() if shard.group.replicated}
+            self.sums = {name: [] for name, shard in self.shards.items() if shard.group.local} | self.sums     # first: none to wait for
         self.gradients_complete(-1)
         self.healthy &= loss.isfinite()
         for name, works in self.sums.items():                            # in the order in which they arrive
@@ -920,7 +983,7 @@ def log_header(log: RunLog, config: Config, model: GPT, world: World) -> None:
         log.write("header", schema=1, name=config.name or config.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
                   preset=config.preset, config=asdict(config) | {"data_path": Path(config.data_path).name}, seed=config.seed,
                   command=sys.argv, target=config.target, world_size=world.size, sources=log.sources,
-                  attention=model.attention_backend, fp8=model.fp8, parameters=sum(p.numel() for p in model.parameters()),
+                  attention=model.attention_backend, fp8=model.fp8, parameters=model.parameter_count(),
                   **machine_facts(world.device, world.size))
 
 
@@ -930,18 +993,18 @@ class Trainer:
     """Model, optimizer and data: the one step function, of the warm-up and of the run, and the one validation."""
 
     def __init__(self, config: Config, world: World):
-        if config.micro_batches % world.size:
-            divisors = [str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == 0]
-            raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step; use "
-                            f"{', '.join(divisors)} ranks or another --micro_batches")
+        if config.micro_batches % world.size or config.width % world.size:
+            divisors = [str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == config.width % n == 0]
+            raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step and the width, "
+                            f"{config.width}; use {', '.join(divisors)} ranks or another --micro_batches")
         self.config, self.world = config, world
         self.schedule = Schedule(config)
         if config.preset == "cpu" and config.data_path == PRESETS["cpu"].data_path and world.rank == 0:
             embedded.build()
         world.wait_for_all()                                             # the others read what rank 0 has built
         self.loader = Loader(config, self.schedule, world)
-        self.validation = validation_batches(config)
-        self.model = GPT(config, world.device)
+        self.validation = validation_batches(config, world.size)
+        self.model = GPT(config, world)
         self.optimizer = Optimizer(self.model, config, world)
         self.loss = torch.zeros((), device=world.device)
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Batch]]] = {}    # by kind of step, with the input it reads
@@ -1055,7 +1118,7 @@ def run(config: Config, world: World) -> None:
     log_header(log, config, trainer.model, world)
     model, loader = trainer.model, trainer.loader
     say = print if world.rank == 0 else lambda *_: None
-    say(f"{config.preset}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters in {model.dtype}, "
+    say(f"{config.preset}: {model.parameter_count() / 1e6:.1f} M parameters in {model.dtype}, "
         f"{world.size} x {device_name(world.device)}")
     say(f"attention: {model.attention_backend}" + (f" ({model.attention_note})" if model.attention_note else ""))
     say(f"head{' and MLP' * model.fp8_mlp}: FP8" if model.fp8 else
@@ -1068,12 +1131,14 @@ def run(config: Config, world: World) -> None:
     trainer.warm_up()
     startup = {"startup_s": round(time.time() - PROCESS_START, 3), "compile_s": round(time.time() - begin, 3)}
     train(trainer, log, startup)
-    if config.save and world.rank == 0:
+    if config.save:
         trainer.optimizer.untie()
-        with disk_errors(f"the weights to {config.save}"):
-            with open(f"{config.save}.part", "wb") as f:
-                torch.save(trainer.model.state_dict(), f)
-            os.replace(f"{config.save}.part", config.save)
+        weights = trainer.model.weights()
+        if world.rank == 0:
+            with disk_errors(f"the weights to {config.save}"):
+                with open(f"{config.save}.part", "wb") as f:
+                    torch.save(weights, f)
+                os.replace(f"{config.save}.part", config.save)
 
 
 def interrupt(*_: object) -> None:

@@ -45,8 +45,7 @@ class Loader:
         for step, micro_batches in zip(schedule, self.plan):
             counts = (sum(last - first for _, first, last in spans) for spans in micro_batches)
             self.most[step.batch_tokens] = max(self.most.get(step.batch_tokens, 0), *counts)
-        sampled = config.softmax_samples + config.softmax_frequent > 0
-        self.columns = self.count_columns() if sampled else {}           # of a micro-batch, by batch size
+        self.columns = self.count_columns() if config.softmax_samples else {}      # of a micro-batch, by batch size
 
     def sequences(self, spans: list[Span], step: "Step") -> Iterator[Sequence]:
         for shard, first, last in spans:
@@ -55,14 +54,14 @@ class Loader:
             yield from ((tokens, *s) for s in zip(starts[first:last].tolist(), np.diff(before[first:last + 1]).tolist()))
 
     def count_columns(self) -> dict[int, int]:
-        """How many columns hold every micro-batch's targets, the frequent tokens and the sample, by batch size.
+        """How many columns hold every micro-batch's targets and the sample, by batch size.
 
         So a stage's shapes are fixed. What is cut off the last sequence counts as well. 190 M tokens take about half a second.
         """
         columns: dict[int, int] = {}
         for step, micro_batches in zip(self.schedule, self.plan):
             for spans in micro_batches:
-                different = np.arange(self.config.padded_vocab) < self.config.softmax_frequent
+                different = np.zeros(self.config.padded_vocab, bool)
                 different[self.config.document_start] = True             # the target of a shard's last token
                 following = [text[start + 1:start + 1 + length] for text, start, length in self.sequences(spans, step)]
                 different[np.concatenate(following, dtype=np.intp)] = True
@@ -112,7 +111,7 @@ class Loader:
             batch = make_batch(sequences, n, self.most[step.batch_tokens], step.sequence_length, self.config)
             if count := self.columns.get(step.batch_tokens):
                 generator = np.random.default_rng([self.config.seed % 2**32, index, i])
-                columns = sample_columns(batch.targets.numpy(), self.config.softmax_frequent, count, self.config.padded_vocab, generator)
+                columns = sample_columns(batch.targets.numpy(), count, self.config.padded_vocab, generator)
                 batch = batch._replace(columns=torch.from_numpy(columns))
             batches.append(batch)
         return batches
@@ -145,11 +144,11 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return Batch(*(x.to(device, non_blocking=True) for x in batch[:-1]), batch.max_length)
 
 
-def validation_batches(config: "Config") -> list[Batch]:
+def validation_batches(config: "Config", multiple: int = 1) -> list[Batch]:
     """The scored stream in chunks: every token after the first is a target once.
 
     Its sequences are the documents, in pieces of `val_sequence_length` if longer, whatever the chunk; a chunk holds whole
-    sequences and is filled up with tokens that are not scored.
+    sequences and is filled up with tokens that are not scored. Empty chunks make their number a `multiple`.
     """
     paths, total = shards_in(config.data_path, "val"), config.val_tokens
     text = np.concatenate([np.zeros(0, np.uint16), *(open_shard(p, config.vocab_size)[:total + 1] for p in paths)])[:total + 1]
@@ -165,5 +164,6 @@ def validation_batches(config: "Config") -> list[Batch]:
             filled = 0
         chunks[-1].append((text, start, length))
         filled += length
+    chunks += [[]] * (-len(chunks) % multiple)                           # ranks score in step: they read each other's tables
     most = max(map(len, chunks)) + -(-config.val_chunk // config.val_sequence_length)      # with what fills a chunk up
     return [make_batch(chunk, config.val_chunk, most, config.val_sequence_length, config) for chunk in chunks]

@@ -46,14 +46,14 @@ def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, lo
     return tokens, targets, np.array(boundaries + [n] * (most + 1 - len(boundaries)), np.int32)
 
 
-def sample_columns(targets: np.ndarray, frequent: int, count: int, vocabulary: int, generator: np.random.Generator) -> np.ndarray:
-    """`count` tokens, ascending, int32: the targets (n,), without -1, the first `frequent` ones, a uniform sample of the rest."""
-    chosen = np.arange(vocabulary) < frequent
+def sample_columns(targets: np.ndarray, count: int, vocabulary: int, generator: np.random.Generator) -> np.ndarray:
+    """`count` tokens, ascending, int32: the targets (n,), without -1, and a uniform sample of the rest."""
+    chosen = np.zeros(vocabulary, bool)
     chosen[targets[targets >= 0]] = True
     others = np.flatnonzero(~chosen)
     missing = count - (vocabulary - len(others))
     if missing < 0:
-        raise ValueError(f"{count - missing} targets and frequent tokens in a batch with {count} columns; the bound must count every batch")
+        raise ValueError(f"{count - missing} different targets in a batch with {count} columns; the bound must count every batch")
     chosen[generator.choice(others, missing, replace=False, shuffle=False)] = True
     return np.flatnonzero(chosen).astype(np.int32)
 

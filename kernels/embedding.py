@@ -25,21 +25,19 @@ CONFIGS = [(64, 64, 32, 4), (32, 128, 32, 4), (64, 128, 32, 8), (64, 128, 32, 4)
 
 class Sorted(NamedTuple):
     """Row numbers of a table, and what the gradient walks: the same in ascending order, and the position of each."""
-    index: Tensor  # (n,) int32 or int64; or (n, k): the sum of k rows
-    rows: Tensor | None = None  # (n k,) int32; None where only the twin, which needs no order, or no gradient follows
-    positions: Tensor | None = None  # (n k,) int64
+    index: Tensor  # (n,) int32 or int64
+    rows: Tensor | None = None  # (n,) int32; None where only the twin, which needs no order, or no gradient follows
+    positions: Tensor | None = None  # (n,) int64
 
 
 def sort_rows(index: Tensor) -> Sorted:
     """In int32, so that the sort needs half the radix passes of int64; `add_rows` refuses tables for which that is too short."""
-    rows, positions = torch.sort(index.flatten().int(), stable=True)
-    return Sorted(index, rows, positions if index.dim() == 1 else positions // index.size(1))
+    return Sorted(index, *torch.sort(index.int(), stable=True))
 
 
 def embedding_twin(table: Tensor, order: Sorted) -> Tensor:
     """Plain PyTorch twin of `embedding`."""
-    rows = F.embedding(order.index, table)
-    return rows if order.index.dim() == 1 else rows.sum(1)
+    return F.embedding(order.index, table)
 
 
 def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
@@ -103,17 +101,16 @@ def add_crossing_kernel(out_ptr, rows_ptr, edges_ptr, blocks, width, out_row,
 
 def add_rows(
     out: Tensor,  # (rows, width), added to in place
-    grad: Tensor,  # (n / uses, width) bf16, fp16 or float32
+    grad: Tensor,  # (n, width) bf16, fp16 or float32
     rows: Tensor,  # (n,) ascending row numbers, from `sort_rows`
     positions: Tensor,  # (n,) which row of `grad` belongs to each of them
     tuned: tuple[int, int, int, int] = CONFIGS[0],
-    uses: int = 1,  # how many of `positions` are each row of `grad`
 ) -> Tensor:
     """out[rows[i]] += grad[positions[i]] for all i, summed in float32, rounded once a call; returns out."""
     for name, tensor in (("out", out), ("grad", grad)):
         check(tensor.ndim == 2 and tensor.stride(1) == 1, name, tensor, "a matrix with contiguous rows")
         check(len(tensor) <= 2 ** 30, name, tensor, "of at most 2³⁰ rows")
-    check(uses * len(grad) == len(rows) and grad.shape[1] == out.shape[1], "grad", grad, f"({len(rows) // uses}, {out.shape[1]})")
+    check(grad.shape == (len(rows), out.shape[1]), "grad", grad, f"({len(rows)}, {out.shape[1]})")
     check(grad.dtype in (torch.bfloat16, torch.float16, torch.float32), "grad", grad, "bf16, fp16 or float32")
     check(positions.shape == rows.shape and rows.is_contiguous() and positions.is_contiguous(), "rows", rows, "as long as positions, contiguous")
     if not grad.numel():
@@ -133,7 +130,7 @@ def add_rows(
 class Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, table: Tensor, order: Sorted) -> Tensor:
-        ctx.table, ctx.uses = table, order.index.shape[1:].numel()
+        ctx.table = table
         ctx.save_for_backward(order.rows, order.positions)
         return embedding_twin(table, order)
 
@@ -141,12 +138,12 @@ class Embedding(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[None, ...]:
         if ctx.table.grad is None:
             ctx.table.grad = torch.zeros_like(ctx.table)
-        add_rows(ctx.table.grad, grad, *ctx.saved_tensors, uses=ctx.uses)
+        add_rows(ctx.table.grad, grad, *ctx.saved_tensors)
         return None, None
 
 
 def embedding(table: Tensor, order: Sorted) -> Tensor:
-    """Rows (n, width) of `table` (rows, width), a leaf, or sums of them, by `sort_rows(index)`.
+    """Rows (n, width) of `table` (rows, width), a leaf, by `sort_rows(index)`.
 
     The gradient is added to `table.grad` by the backward pass itself: it is not among what `torch.autograd.grad` returns, and
     hooks on the table do not see it.

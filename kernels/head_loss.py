@@ -24,19 +24,18 @@ def later_targets(targets: Tensor, is_start: Tensor, count: int) -> list[Tensor]
     return all_targets
 
 
-def among_columns(targets: Tensor, columns: Tensor, frequent: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+def among_columns(targets: Tensor, columns: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """For a sampled softmax: where in `columns` (c,) each target (n,) stands, -1 stays -1, and the weight (c,) of each, float32.
 
-    `columns`, ascending, int32 as targets are, holds all T tokens that are targets or below `frequent`, and c - T of the other
-    tokens, drawn uniformly. Those count (V - T) / (c - T) times, so that the sum of e^s over columns has the sum over all V tokens
-    as its mean; the more of it the frequent tokens hold, the less it scatters.
+    `columns`, ascending, int32 as targets are, holds all T tokens that are targets and c - T of the others, drawn uniformly. Those
+    count (V - T) / (c - T) times, so that the sum of e^s over columns has the sum over all V tokens as its mean.
     """
     places = torch.searchsorted(columns, targets, out_int32=True).masked_fill(targets < 0, -1)
-    is_certain = torch.zeros(len(columns) + 1, dtype=torch.bool, device=columns.device)
-    is_certain = is_certain.index_fill_(0, places.long(), True)[:-1] | (columns < frequent)      # -1 fills the one entry too many
-    count = is_certain.sum()
+    is_target = torch.zeros(len(columns) + 1, dtype=torch.bool, device=columns.device)
+    is_target = is_target.index_fill_(0, places.long(), True)[:-1]       # -1 fills the one entry too many
+    count = is_target.sum()
     times = (vocabulary - count) / (len(columns) - count)
-    return places, times.expand(len(columns)).masked_fill(is_certain, 1.0)
+    return places, times.expand(len(columns)).masked_fill(is_target, 1.0)
 
 
 def head_loss_twin(x: Tensor, head: Tensor, targets: Tensor, is_start: Tensor, weights: Tensor, fp8: bool,

@@ -21,7 +21,7 @@ def results(config: train_gpt.Config, world: train_gpt.World, steps: int) -> dic
     for step in list(trainer.schedule)[:steps]:
         losses.append(trainer.step(step, trainer.loader.batches(step.index)).item())
         trainer.optimizer.gather()
-        parameters.append({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+        parameters.append({name: weight.clone() for name, weight in trainer.model.weights().items()})
     return {"losses": losses, "parameters": parameters, "validation": trainer.validate(trainer.schedule.validation(steps))}
 
 

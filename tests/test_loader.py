@@ -104,12 +104,9 @@ def test_order_does_not_depend_on_timing_or_a_restart(config):
         assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p[:-1], q[:-1]))
 
 
-@pytest.fixture(params=[0, 700])
-def sampled(request, tmp_path, config):
-    """With and without frequent tokens that are always there.
-
-    A vocabulary of 5,000 of which a micro-batch has 100 to 400 tokens as targets, and a sample of 300 of the others.
-    """
+@pytest.fixture
+def sampled(tmp_path, config):
+    """A vocabulary of 5,000 of which a micro-batch has 100 to 400 tokens as targets, and a sample of 300 of the others."""
     rng = np.random.default_rng(2)
     tokens = (4999 ** rng.random(60_000)).astype(np.uint16)
     tokens[rng.choice(60_000, 800)] = 4999
@@ -117,7 +114,7 @@ def sampled(request, tmp_path, config):
     for name, part in parts.items():
         part[0] = 4999
         write_shard(tmp_path / f"{name}.bin", part)
-    return replace(config, data_path=str(tmp_path), vocab_size=5000, softmax_samples=300, softmax_frequent=request.param)
+    return replace(config, data_path=str(tmp_path), vocab_size=5000, softmax_samples=300)
 
 
 def test_columns_hold_all_targets_and_a_sample_of_the_rest(sampled):
@@ -128,8 +125,6 @@ def test_columns_hold_all_targets_and_a_sample_of_the_rest(sampled):
             assert columns.dtype == torch.int32 and columns.diff().gt(0).all() and torch.isin(targets, columns).all()
             assert 0 <= columns[0] and columns[-1] < config.padded_vocab == 5056
             assert len(columns) == plan.columns[step.batch_tokens]       # a shape for the whole stage
-            assert torch.isin(torch.arange(config.softmax_frequent), columns).all()
-            targets = torch.cat([targets, torch.arange(config.softmax_frequent)]).unique()
             most[step.batch_tokens] = max(most.get(step.batch_tokens, 0), len(targets))
             seen.update(set(columns.tolist()) - set(targets.tolist()))
     assert all(most[n] + 300 <= count < most[n] + 300 + 256 + 64 and count % 256 == 0 for n, count in plan.columns.items())
@@ -157,19 +152,17 @@ def test_columns_of_a_small_vocabulary_are_all_and_off_means_none(config):
     assert not any(batch.columns.numel() for batch in validation_batches(replace(config, softmax_samples=10)))
 
 
-@pytest.mark.parametrize("frequent", [0, 5])
-def test_sample_columns(frequent):
-    """Each token that is no target and not frequent is drawn as often as any other; more of those than places are refused."""
+def test_sample_columns():
+    """Each token that is no target is drawn as often as any other; more targets than places are refused."""
     generator, targets, drawn = np.random.default_rng(0), np.array([7, 3, -1, 7], np.int32), np.zeros(50)
     for _ in range(2000):
-        columns = sample_columns(targets, frequent, 14, 50, generator)
+        columns = sample_columns(targets, 14, 50, generator)
         assert len(columns) == 14
         drawn[columns] += 1
-    certain = np.union1d([3, 7], np.arange(frequent))
-    others, expected = np.delete(drawn, certain), 2000 * (14 - len(certain)) / (50 - len(certain))
-    assert (drawn[certain] == 2000).all() and abs(others - expected).max() < 5 * expected ** 0.5
-    with pytest.raises(ValueError, match="2 targets and frequent tokens in a batch with 1 columns"):
-        sample_columns(targets, 0, 1, 50, generator)
+    others, expected = np.delete(drawn, [3, 7]), 2000 * (14 - 2) / (50 - 2)
+    assert (drawn[[3, 7]] == 2000).all() and abs(others - expected).max() < 5 * expected ** 0.5
+    with pytest.raises(ValueError, match="2 different targets in a batch with 1 columns"):
+        sample_columns(targets, 1, 50, generator)
 
 
 def test_a_shard_change_costs_no_step(config, monkeypatch):

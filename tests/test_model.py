@@ -77,7 +77,7 @@ def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
         return torch.stack(trainer.model(train_gpt.to_device(batch._replace(targets=targets), DEVICE), trainer.schedule.at(0)))
 
 
-INGREDIENTS = {"bigram_signs": 64, "trigram": True, "exclusive_attention": True, "paired_heads": True}      # off so far
+INGREDIENTS = {"bigram_signs": 64, "paired_heads": True}      # off so far
 
 
 @pytest.fixture(params=[{}, INGREDIENTS], ids=["recipe", "every ingredient"])
@@ -99,7 +99,7 @@ def test_model_is_causal(trainer, position):
 
 
 def test_documents_do_not_see_each_other(trainer):
-    """Smear, bigrams, trigrams, signs, key offset and multi-token targets stop at a sequence's start as attention does."""
+    """Smear, bigrams, signs, key offset and multi-token targets stop at a sequence's start as attention does."""
     awake(trainer.model)
     batch = max(trainer.loader.batches(0), key=lambda batch: len(batch.boundaries.unique()))
     starts = batch.boundaries.unique().tolist()
@@ -127,50 +127,31 @@ def test_key_offset_takes_the_position_free_half_from_the_token_before():
         assert torch.equal(offset[i, :, half:], expected)
 
 
-def test_ngrams_stop_at_a_sequences_start():
+def test_bigrams_stop_at_a_sequences_start():
     tokens = torch.tensor([7, 5, 6, 9, 5, 6, 9, 5, 6, 9], dtype=torch.int32)
     is_start = torch.zeros(10, dtype=torch.bool)
     is_start[[0, 4, 7]] = True
     rows, signs = torch.ones(10, 16), torch.randint(0, 2, (999, 16), dtype=torch.int8) * 2 - 1
-    index = train_gpt.ngram_index(tokens, is_start, 10_007, trigram=True)
-    assert torch.equal(index[:, 0], train_gpt.ngram_index(tokens, is_start, 10_007, trigram=False))
+    index = train_gpt.bigram_index(tokens, is_start, 10_007)
     signed = train_gpt.sign_rows(rows, tokens, is_start, signs)
     assert torch.equal(index[4:7], index[7:]) and torch.equal(signed[4:7], signed[7:])
-    seen = [(None, None, 7), (None, 7, 5), (7, 5, 6), (5, 6, 9), (None, None, 5), (None, 5, 6), (5, 6, 9)]
+    seen = [(None, 7), (7, 5), (5, 6), (6, 9), (None, 5), (5, 6), (6, 9)]
     for i, a in enumerate(seen):
         for j, b in enumerate(seen):
-            assert (index[i] == index[j]).tolist() == [a[1:] == b[1:], a == b]
-            assert torch.equal(signed[i], signed[j]) == (a[1:] == b[1:])
+            assert bool(index[i] == index[j]) == torch.equal(signed[i], signed[j]) == (a == b)
 
 
 def test_signs_come_from_the_seed_alone_and_are_saved(config):
-    signs = [train_gpt.GPT(replace(config, bigram_signs=64, **changes), DEVICE).state_dict()["bigram_signs"]
+    signs = [train_gpt.GPT(replace(config, bigram_signs=64, **changes), train_gpt.World()).state_dict()["bigram_signs"]
              for changes in ({}, {"paired_heads": True, "bigram_rows": 64}, {"seed": 4})]
     assert torch.equal(signs[0], signs[1]) and not torch.equal(signs[0], signs[2])
     assert signs[0].shape == (64, config.width) and signs[0].abs().eq(1).all() and abs(signs[0].float().mean()) < 0.1
 
 
-def test_exclusive_attention_leaves_nothing_along_the_own_value():
-    torch.manual_seed(0)
-    y, v, one = torch.randn(20, 2, 16), torch.randn(20, 2, 16), torch.ones(())
-    v[3] = 0
-    y.requires_grad_(), v.requires_grad_()
-    weight = torch.eye(32).repeat(4, 1)
-    out = train_gpt.attention_output(y, v, torch.tensor([1.0, 0.5]), None, weight, one).view_as(y)
-    along, before = ((x * v).sum(-1) for x in (out, y))
-    torch.testing.assert_close(along[:, 0], torch.zeros(20), atol=1e-5, rtol=0)
-    torch.testing.assert_close(along[:, 1], before[:, 1] / 2)
-    assert torch.equal(out[3], y[3])
-    out.square().sum().backward()
-    assert y.grad.isfinite().all() and v.grad.isfinite().all()
-    assert torch.equal(train_gpt.attention_output(y, v, torch.zeros(2), None, weight, one),
-                       train_gpt.attention_output(y, v, None, None, weight, one))
-
-
 def test_paired_heads_are_one_head_over_twice_the_tokens(config, monkeypatch):
     """Head 0 of token t at position 2t, head 1 at 2t + 1; only in the layers that say so."""
     calls = []
-    model = train_gpt.GPT(replace(config, paired_heads=True), DEVICE)
+    model = train_gpt.GPT(replace(config, paired_heads=True), train_gpt.World())
     monkeypatch.setattr(model, "attend", lambda *args: calls.append(args) or ATTENTION["plain"](*args))
     batch = train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0]
     step, n = train_gpt.Schedule(config).at(0), len(batch.tokens)
@@ -355,9 +336,9 @@ def test_an_ingredient_adds_what_it_needs_and_starts_neutral(config, name):
     """Off: no parameter, no buffer. On: those of the recipe start as they do without it, and so does the loss, but for paired heads."""
     off, on = (train_gpt.Trainer(replace(config, **{name: value}), train_gpt.World())
                for value in (type(INGREDIENTS[name])(), INGREDIENTS[name]))
-    recipe, states = train_gpt.GPT(config, DEVICE).state_dict(), [trainer.model.state_dict() for trainer in (off, on)]
+    recipe, states = train_gpt.GPT(config, train_gpt.World()).state_dict(), [trainer.model.state_dict() for trainer in (off, on)]
     assert list(recipe) == list(states[0]) and all(torch.equal(states[1][key], value) for key, value in recipe.items())
-    assert bool(set(states[1]) - set(recipe)) == (name not in ("trigram", "paired_heads"))
+    assert bool(set(states[1]) - set(recipe)) == (name != "paired_heads")
     losses = [trainer.step(trainer.schedule.at(0), trainer.loader.batches(0)) for trainer in (off, on)]
     assert torch.equal(*losses) == (name != "paired_heads")
 
@@ -378,7 +359,7 @@ def test_heads_that_make_no_pairs_are_refused(config):
 
 
 def test_flops_count_what_an_ingredient_adds(config):
-    plain, paired = (train_gpt.GPT(replace(config, **changes), DEVICE).flops_per_token(train_gpt.Schedule(config).at(0))
+    plain, paired = (train_gpt.GPT(replace(config, **changes), train_gpt.World()).flops_per_token(train_gpt.Schedule(config).at(0))
                              for changes in ({}, {"paired_heads": True}))
     assert paired - plain == 12 * config.width * 16                      # another window of 16 tokens, in one layer
 

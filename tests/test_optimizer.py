@@ -213,11 +213,11 @@ def test_exchanges_follow_the_layers(trainer, tied, adam):
     optimizer, last = trainer.optimizer, len(trainer.config.layers)
     layers = {(shard.group.name, round.whole.start): layer for layer, shard, round in optimizer.exchanges(tied, adam)}
     names = {name for name, _ in layers}
-    assert names == {"attention", "mlp"} | ({"head", "value tables", "bigram table"} | (set() if tied else {"embedding"}) if adam else set())
+    assert names == {"attention", "mlp"} | ({"head", "value tables"} | (set() if tied else {"embedding"}) if adam else set())
     assert [layers["mlp", 2 * i + k] for i in range(last) for k in (0, 1)] == [i for i in range(last) for _ in (0, 1)]
     assert [layers["attention", i] for i in range(4)] == list(trainer.model.attention_index)
     if adam:
-        assert layers["head", 0] == (-1 if tied else last) and layers["bigram table", 0] == -1
+        assert layers["head", 0] == (-1 if tied else last)
 
 
 def everything(trainer) -> list[torch.Tensor]:
@@ -343,7 +343,7 @@ def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, looku
 
     def compare(shard, *_):
         for round in shard.rounds:
-            if not shard.group.replicated:
+            if not (shard.group.replicated or shard.group.local):
                 whole, early, layer = given[shard.grads[round.whole].data_ptr()]
                 assert torch.equal(whole, early), (shard.group.name, round.layer)
                 checked.append((shard.group.name, layer))
@@ -353,5 +353,5 @@ def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, looku
     last = len(config.layers)
     assert layers == [*range(last, -1, -1), -1] and step.update_adam
     assert {layer for name, layer in checked if name == "mlp"} == set(range(last))
-    assert ("head", -1 if step.tied else last) in checked and ("bigram table", -1) in checked
+    assert ("head", -1 if step.tied else last) in checked
     assert {layer for name, layer in checked if name == "value tables"} == set(trainer.model.value_index)
