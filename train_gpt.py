@@ -40,8 +40,9 @@ from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
+from kernels.qkv import qkv_heads, qkv_heads_twin
+from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
-from kernels.rotary import rotary_tables, rotate
 from records.clock import Clock
 from records.machine import device_name, machine_facts
 from records.progress import Diverged, Report, summarise
@@ -175,6 +176,7 @@ class Config:
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
     fused_orthogonalisation: bool = True        # Newton-Schulz,
+    fused_qkv: bool = False             # what stands between the product Q, K, V and attention; not yet measured
     fused_row_update: bool = False      # update of the bigram table, of only the rows read; not yet measured
     compile: bool = True                # torch.compile of the blocks, on GPUs
     capture: bool = True                # each kind of step as one CUDA graph
@@ -433,28 +435,18 @@ def sign_rows(rows: Tensor, tokens: Tensor, is_start: Tensor, signs: Tensor) -> 
     return rows * signs[(previous(tokens, is_start) ^ tokens) % len(signs)].type_as(rows)
 
 
-def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_row: Tensor | None,
-                     value_gate: Tensor | None, cos: Tensor, sin: Tensor, is_start: Tensor, head_dim: int, key_offset: bool):
-    """q, k, v (n, heads, head_dim) and the gates of the heads (n, heads, 1) from the residual that attention reads.
+def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_channels: int | None):
+    """Q, K, V side by side (n, 3 width), the gates of the heads (n, heads, 1), and what the value's gates see (n, value_channels).
 
-    `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its learned scale multiplies the weight, which is
-    10 to 30 times smaller than the activations. With 2n positions in `cos` and `sin`, the first half of token t's heads has
-    position 2t and the second 2t + 1.
+    All from the residual that attention reads. `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its
+    learned scale multiplies the weight, which is 10 to 30 times smaller than the activations.
     """
-    n, width = source.shape
     x = norm(source)
-    q, k, v = F.linear(x, weight[:3 * width] * scale).view(n, 3, -1, head_dim).unbind(1)
-    q, k = (rotate(norm(part).reshape(len(cos), -1, head_dim), cos, sin).view(part.shape) for part in (q, k))
-    if key_offset:
-        rotary = 2 * cos.size(-1)
-        k = torch.cat([k[..., :rotary], previous(k[..., rotary:], is_start)], dim=-1)
-    if value_row is not None:
-        half = value_gate.size(-1) // 2
-        seen = torch.cat([x[:, :half], value_row[:, :half]], dim=-1)
-        v = v + 2 * torch.sigmoid(F.linear(seen, value_gate.type_as(x)))[..., None] * value_row.view_as(v)
+    qkv = F.linear(x, weight[:3 * weight.size(-1)] * scale)
+    seen = None if value_channels is None else x[:, :value_channels].clone()       # a view's gradient would be as wide as x
     if gate is not None:
         gate = torch.sigmoid(F.linear(x[:, :gate.size(-1)], gate.type_as(x)))[..., None]
-    return q, k, v.contiguous(), gate
+    return qkv, gate, seen
 
 
 def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
@@ -487,6 +479,7 @@ def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
 KERNELS = {                                                 # setting: plain twin, Triton kernel
     "fused_loss": (head_loss_twin, head_loss),
     "fused_mlp": (mlp_twin, mlp),
+    "fused_qkv": (qkv_heads_twin, qkv_heads),
     "fused_embedding": (embedding_twin, embedding),
     "fused_orthogonalisation": (newton_schulz_reference, newton_schulz),
     "fused_row_update": (row_adam_twin, row_adam),
@@ -551,8 +544,8 @@ class GPT(nn.Module):
         self.attention_gates = small(len(attention), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, attention_inputs, attention_output,
-                             gated_skip, mlp_input, mlp_twin, head_input, head_loss_twin)
+        self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, attention_inputs, qkv_heads_twin,
+                             attention_output, gated_skip, mlp_input, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twin's FP8 is there to compare with
 
     @torch.no_grad()
@@ -632,12 +625,13 @@ class GPT(nn.Module):
             if layer.attention:
                 a, v = self.attention_index[i], self.value_index.get(i)
                 source = streams[layer.attends_to + 1] if config.late_input and layer.attends_to is not None else x
-                value_row = None if v is None else run[embedding_twin](self.value_tables[v], by_token)
+                value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
                 scale_qkv, scale_out = scales[a].unbind()
                 pair = 2 if config.paired_heads and layer.paired else 1  # a pair of heads is one of twice the tokens
-                q, k, values, gate = run[attention_inputs](
-                    source, self.bank[a], scale_qkv, gates[a], value_row, None if v is None else value_gates[v], cos[:pair * n],
-                    sin[:pair * n], is_start, config.head_dim, config.key_offset and layer.long_window)
+                qkv, gate, seen = run[attention_inputs](source, self.bank[a], scale_qkv, gates[a],
+                                                        None if v is None else config.gate_channels // 2)
+                q, k, values = run[qkv_heads_twin](qkv, cos[:pair * n], sin[:pair * n], is_start, seen, value_row, value_gate,
+                                                   config.head_dim, config.key_offset and layer.long_window)
                 window = step.windows[layer.long_window] * config.window_block
                 y = self.attend(*(heads.view(pair * n, -1, config.head_dim) for heads in (q, k, values)),
                                 batch.boundaries if pair == 1 else 2 * batch.boundaries,
@@ -863,7 +857,7 @@ class Optimizer:
             self.gathers.append((layer, self.world.all_gather(shard.weights[round.whole], shard.weight[round.own])))
 
     def weights_needed(self, layer: float) -> None:
-        """Wait for the weights that the model uses up to this layer. The first call starts all gathers: what came before it did not queue."""
+        """Wait for the weights that the model uses up to this layer. The first call starts all gathers; what came before does not queue."""
         if self.to_gather:
             self.start_gathers(*self.to_gather)
             self.to_gather = None

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, row_adam, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, qkv, quantize, row_adam, symmetric, transpose
 from kernels.coefficients import lower_end, polar_express
 
 PLAIN_5, AOL_4, AOL_5 = polar_express(5), *(polar_express(steps, lower_end("aol", steps)) for steps in (4, 5))
@@ -233,6 +233,27 @@ def row_adam_cases(width: int = 192) -> Iterator[Case]:
                        exact=lambda weight, lost, *state: run(row_adam.row_adam_twin)(weight, None, *state), configs=row_adam.CONFIGS)
 
 
+def heads_gradients(function: Callable) -> Callable:
+    def run(*inputs) -> tuple:
+        leaves = {i: leaf(inputs[i]) for i in (0, 4, 5, 6) if inputs[i] is not None}
+        out = function(*(leaves.get(i, x) for i, x in enumerate(inputs[:-3])))
+        return *(x.detach() for x in out), *torch.autograd.grad(out, tuple(leaves.values()), inputs[-3:])
+    return run
+
+
+def heads_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
+    def inputs(tokens: int, key_offset: bool, value: bool) -> tuple:
+        is_start, (cos, sin) = torch.arange(tokens, device="cuda") % 512 == 0, random(2, tokens, head_dim // 4).float()
+        gates = (random(tokens, 6), random(tokens, heads * head_dim), random(heads, 12).float()) if value else (None, None, None)
+        return (random(tokens, 3 * heads * head_dim), cos, sin, is_start, *gates, head_dim, key_offset, *random(3, tokens, heads, head_dim))
+
+    for tokens in (16384, 49152):
+        for name, *has in (("", False, False), (", key offset", True, False), (", value rows", False, True)):
+            yield Case("from QKV to attention, both ways" + name, f"{tokens} × 3 × {heads} × {head_dim}", partial(inputs, tokens, *has),
+                       qkv.qkv_heads, qkv.qkv_heads_twin, 0.0, 2.0 * tokens * heads * head_dim * (17 if has[1] else 14),
+                       exact=heads_gradients(qkv.qkv_heads_twin), wrap=heads_gradients)
+
+
 def moving_cases() -> Iterator[Case]:
     for shape in ((49152, 768), (49152, 3072), (50304, 768)):
         name, size = "{} × {}".format(*shape), shape[0] * shape[1]
@@ -248,4 +269,4 @@ def moving_cases() -> Iterator[Case]:
 
 
 CASES = (orthogonalisation_cases, product_cases, mlp_cases, whole_mlp_cases, head_cases, cross_entropy_cases,
-         embedding_cases, row_adam_cases, moving_cases)
+         embedding_cases, heads_cases, row_adam_cases, moving_cases)

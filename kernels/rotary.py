@@ -13,7 +13,8 @@ from torch import Tensor
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (n, heads, head_dim) with its first 2r channels rotated in pairs (i, i + r); cos, sin (n, r) float32."""
     r = cos.size(-1)
-    a, b, rest = x[..., :r].float(), x[..., r:2 * r].float(), x[..., 2 * r:]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    a, b, rest = x[..., :r].to(wide), x[..., r:2 * r].to(wide), x[..., 2 * r:]
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([(a * cos - b * sin).type_as(x), (a * sin + b * cos).type_as(x), rest], dim=-1)
 

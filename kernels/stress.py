@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, row_adam, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, qkv, quantize, row_adam, symmetric, transpose
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -125,6 +125,19 @@ def hidden() -> Iterator[tuple[str, Callable]]:
             yield f"mlp {'FP8' if fp8 else 'bf16'} {tokens} × {width} × {units}", both
 
 
+def heads() -> Iterator[tuple[str, Callable]]:
+    for n, count, head_dim, pair in ((1, 1, 16, 1), (37, 6, 128, 1), (21, 4, 32, 2)):
+        width, (cos, sin) = count * head_dim, (torch.rand(pair * n, head_dim // 4, device=DEVICE) for _ in range(2))
+        x, seen, row = (random(n, columns).requires_grad_() for columns in (3 * width, 6, width))
+        gate = torch.randn(count, 12, device=DEVICE).requires_grad_()
+        is_start = torch.arange(n, device=DEVICE) % 5 == 0
+        for name, value in (("", (None, None, None)), (", value rows", (seen, row, gate))):
+            def both(tensors=(x, cos, sin, is_start, *value), head_dim=head_dim):
+                out = torch.cat(qkv.qkv_heads(*tensors, head_dim, True))
+                return torch.autograd.grad(out.float().square().sum(), [x for x in tensors if x is not None and x.requires_grad])
+            yield f"qkv_heads {n} × 3 × {count} × {head_dim}{name}", both
+
+
 def movers() -> Iterator[tuple[str, Callable]]:
     x, scale, amax = random(71, 133), torch.tensor(0.05, device=DEVICE), torch.zeros(1, device=DEVICE)
     yield "quantize", lambda: quantize.quantize(x, scale, amax=amax)
@@ -146,7 +159,7 @@ def movers() -> Iterator[tuple[str, Callable]]:
 def launch_each(times: int = 2) -> int:
     """Launch every kernel on small shapes, most no multiple of a tile; returns how many gave something that is not finite."""
     failed = 0
-    for group in (products, losses, hidden, movers):
+    for group in (products, losses, hidden, heads, movers):
         for name, call in group():
             for _ in range(times):
                 out = call()

@@ -18,11 +18,14 @@ from kernels.master_weight import master_weight, store_master_weight
 from kernels.mlp import (
     mlp, mlp_twin, relu_squared, relu_squared_backward, relu_squared_backward_reference, relu_squared_reference)
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
+from kernels.qkv import heads_backward, heads_forward, qkv_heads, qkv_heads_twin
 from kernels.quantize import quantize, quantize_reference
+from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from kernels.symmetric import (
     gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference)
 from kernels.transpose import add_transposed, add_transposed_reference, transpose, transpose_reference
+from kernels.value_gate import value_mix, value_mix_backward, value_mix_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter miscomputes tl.dot on bfloat16; for a GPU its kernels in float32 take minutes to compile.
@@ -546,6 +549,139 @@ def test_row_adam_refuses_what_it_cannot_do():
             row_adam(*state, steps, *numbers, 0.9, True)
 
 
+def heads_inputs(n: int, heads: int, head_dim: int, value: bool, pair: int = 1, starts: tuple = (0, 7, 8, 20), dtype=DTYPES[0],
+                 share: float = 0.5, channels: int = 6) -> list:
+    """What `qkv_heads` takes before head_dim."""
+    width = heads * head_dim
+    cos, sin, _ = rotary_tables([64], pair * n, int(share * head_dim), 1024.0, 0.1, False, torch.device(DEVICE))[64]
+    is_start = torch.zeros(n, dtype=torch.bool, device=DEVICE)
+    is_start[[start for start in starts if start < n]] = True
+    tensors = [random(n, 3 * width, dtype=dtype) * 0.3, cos, sin, is_start]
+    if not value:
+        return [*tensors, None, None, None]
+    seen, row = random(n, channels + 3, dtype=dtype)[:, :channels], random(n, width, dtype=dtype)
+    return [*tensors, seen, row, random(heads, 2 * channels, dtype=torch.float32)]
+
+
+def heads_both_ways(function, inputs: list, head_dim: int, key_offset: bool, grads: list) -> list:
+    leaves = [x.detach().requires_grad_() if i in (0, 4, 5, 6) and x is not None else x for i, x in enumerate(inputs)]
+    out = function(*leaves, head_dim, key_offset)
+    wanted = [x for x in leaves if x is not None and x.requires_grad]
+    gradients = torch.autograd.grad(out, wanted, [g.to(x) for g, x in zip(grads, out)])
+    assert all(x.is_contiguous() for x in out)
+    return [*(x.detach() for x in out), *gradients]
+
+
+def double(inputs: list) -> list:
+    return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("key_offset", [False, True])
+@pytest.mark.parametrize("n, heads, head_dim, pair, share",
+                         [(37, 2, 32, 1, 0.5), (24, 4, 16, 2, 0.5), (1, 1, 16, 1, 1.0), (9, 3, 32, 1, 0.375)])
+def test_qkv_heads(n, heads, head_dim, pair, share, key_offset, value, dtype):
+    """Outputs, and gradients for such as are not contiguous; a second call is equal bit for bit."""
+    inputs = heads_inputs(n, heads, head_dim, value, pair, dtype=dtype, share=share)
+    grads = [random(head_dim, heads, n, dtype=dtype).permute(2, 1, 0), *(random(n, heads, head_dim, dtype=dtype) for _ in range(2))]
+    exact = heads_both_ways(qkv_heads_twin, double(inputs), head_dim, key_offset, grads)
+    plain, ours, again = (heads_both_ways(f, inputs, head_dim, key_offset, grads) for f in (qkv_heads_twin, qkv_heads, qkv_heads))
+    assert len(ours) == (7 if value else 4)
+    for x, y, twin, right in zip(ours, again, plain, exact, strict=True):
+        assert torch.equal(x, y)
+        assert_as_exact_as_pytorch(x, twin, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_qkv_heads_in_blocks_of_any_size(dtype):
+    """Where blocks end changes nothing: the key offset reaches from one into the next. The first token is a start, said or not."""
+    seen, row, gate = heads_inputs(21, 2, 16, True, dtype=dtype)[4:]
+    mix, grads, results = value_mix(seen, row, gate), [random(21, 2, 16, dtype=dtype) for _ in range(3)], []
+    for tuned in ((1, 1), (4, 1), (8, 4), (32, 8)):
+        torch.manual_seed(1)
+        starts = (0, 4, 5, 16) if tuned[0] > 4 else (4, 5, 16)
+        tensors = [*heads_inputs(21, 2, 16, False, starts=starts, dtype=dtype)[:4], row, mix]
+        results.append([*heads_forward(*tensors, 16, True, tuned), *heads_backward(*grads, *tensors, 16, True, tuned)])
+    for other in results[1:]:
+        for x, y in zip(results[0], other, strict=True):
+            assert error(x, y.double()) < (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("starts", [(), (0,), (0, 5), (4,)])
+def test_qkv_heads_twin_is_what_it_says(starts):
+    """Each token's k by hand, and all gradients by finite differences, in float64."""
+    inputs = double(heads_inputs(6, 2, 8, True, starts=starts, channels=2, dtype=torch.float64))
+    qkv, cos, sin, is_start, seen, row, gate = inputs
+    q, k, v = qkv_heads_twin(*inputs, 8, True)
+    for token in range(6):
+        for head in range(2):
+            query, own, before = (part[8 * head:8 * head + 8] for part in (qkv[token, :16], qkv[token, 16:32], qkv[token - 1, 16:32]))
+            query, own, before = (x / (x.square().mean() + 2 ** -23).sqrt() for x in (query, own, before))
+            for x, rest, out in ((query, query[4:], q), (own, before[4:] * float(token > 0 and not is_start[token]), k)):
+                a, b = x[:2], x[2:4]
+                expected = torch.cat([a * cos[token] - b * sin[token], a * sin[token] + b * cos[token], rest])
+                torch.testing.assert_close(out[token, head], expected)
+            mix = 2 * torch.sigmoid(gate[head] @ torch.cat([seen[token], row[token, :2]]))
+            torch.testing.assert_close(v[token, head], qkv[token, 32 + 8 * head:][:8] + mix * row[token, 8 * head:][:8])
+    leaves = [x.requires_grad_() for x in (qkv, seen, row, gate)]
+    assert torch.autograd.gradcheck(lambda qkv, *value: qkv_heads_twin(qkv, *inputs[1:4], *value, 8, True), leaves)
+
+
+def test_qkv_heads_write_all_that_they_return(monkeypatch):
+    """With NaN in all that is allocated, which is no more than that."""
+    inputs, grads = heads_inputs(13, 3, 16, True), [random(13, 3, 16) for _ in range(3)]
+    for name in ("empty", "empty_like"):
+        allocate = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, allocate=allocate, **more: allocate(*args, **more).fill_(float("nan")))
+    assert all(x.isfinite().all() for x in heads_both_ways(qkv_heads, inputs, 16, True, grads))
+    monkeypatch.undo()
+    nothing, none = heads_inputs(0, 3, 16, True), [random(0, 3, 16) for _ in range(3)]
+    assert [x.numel() for x in heads_both_ways(qkv_heads, nothing, 16, True, none)] == [0] * 6 + [36]
+
+
+@pytest.mark.parametrize("n, heads, channels", [(1, 1, 1), (300, 3, 6), (128, 6, 8)])
+def test_value_mix(n, heads, channels):
+    """The gradient of the value row is added to what is there, in its first channels alone."""
+    seen, row = random(n, 2 * channels)[:, channels:], random(n, 3 * channels)
+    gate = random(heads, 2 * channels, dtype=torch.float32)
+    old, mix_grad = random(n, 3 * channels), random(n, heads, dtype=torch.float32)
+    exact, plain = [], []
+    for dtype, results in ((torch.float64, exact), (seen.dtype, plain)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (seen, row, gate)]
+        mix = value_mix_reference(*leaves)
+        results += [mix.detach(), *torch.autograd.grad(mix, leaves, mix_grad.to(mix))]
+    mix, row_grad = value_mix(seen, row, gate), old.clone()
+    seen_grad, gate_grad = value_mix_backward(mix_grad, mix, seen, row, gate, row_grad)
+    for x, twin, right in zip((mix, seen_grad, row_grad, gate_grad), plain, exact, strict=True):
+        if x is row_grad:
+            twin, right = old + twin, old.double() + right
+        assert_as_exact_as_pytorch(x.type_as(twin), twin, right)
+    assert torch.equal(row_grad[:, channels:], old[:, channels:])
+
+
+def test_qkv_heads_refuse_what_they_cannot_do():
+    good, names = heads_inputs(10, 2, 16, True), ["qkv", "cos", "sin", "is_start", "seen", "value_row", "value_gate"]
+    qkv, cos, sin, is_start, seen, row, gate = good
+    wrong = {"qkv": (qkv.double(), qkv[:, :-1], qkv.mT.contiguous().mT, qkv[0]),
+             "cos": (cos[:5], cos.double(), cos[:, :0], cos.repeat(3, 1)), "sin": (sin[:, :2], sin.mT.contiguous().mT),
+             "is_start": (is_start[:3], is_start.int()), "seen": (seen[:3], seen.mT),
+             "value_row": (row[:, :16], row.double()), "value_gate": (gate[:1], gate[:, :5], gate.double())}
+    for name, tensors in wrong.items():
+        for tensor in tensors:
+            with pytest.raises(ValueError, match="must be"):
+                qkv_heads(*[tensor if other == name else x for other, x in zip(names, good)], 16, False)
+    for head_dim in (12, 96, 64):
+        with pytest.raises(ValueError, match="power of two"):
+            qkv_heads(*good, head_dim, False)
+    mix = value_mix(seen, row, gate)
+    for call in (lambda: value_mix_backward(mix[:3], mix, seen, row, gate, row.clone()),
+                 lambda: value_mix_backward(mix, mix, seen, row, gate, row[:3]),
+                 lambda: heads_backward(*[random(9, 2, 16)] * 3, *good[:4], row, mix, 16, False)):
+        with pytest.raises(ValueError, match="grad must be"):
+            call()
+
+
 def test_stress_finds_what_is_wrong(monkeypatch):
     """With the twin in the kernel's place nothing is; a wrong scale, a rare NaN and results that change are found."""
     twin, calls = newton_schulz_reference, []
@@ -645,6 +781,16 @@ def test_elementwise_kernels_on_more_than_2_to_the_31_elements():
     out = transpose(x)
     assert torch.equal(out[:, last], x[last].T) and torch.equal(add_transposed(out, x)[:, last], 2 * x[last].T)
     del out
+    is_start = torch.arange(rows, device=DEVICE) % 1000 == 0
+    cos, sin = (torch.rand(rows, 32, device=DEVICE) for _ in range(2))
+    *ours, grad, _, _ = *heads_forward(x, cos, sin, is_start, None, None, 128, True), *heads_backward(
+        *[x.view(3, rows, -1, 128)[0]] * 3, x, cos, sin, is_start, None, None, 128, True)
+    few = [x[last], cos[last], sin[last], is_start[last], None, None, 128, True]
+    for a, b in zip(ours, heads_forward(*few)):
+        assert torch.equal(a[last][1:], b[1:])
+    del ours
+    assert torch.equal(grad[last][1:], heads_backward(*[x.view(3, rows, -1, 128)[0, last]] * 3, *few)[0][1:])
+    del grad
     narrow, w = random(rows, 64), random(columns, 64)
     act = relu_squared(narrow, w, act_fp8=x.new_empty(x.shape, dtype=torch.float8_e4m3fn), act_scale=scale)
     assert torch.equal(act[last], relu_squared(narrow[last], w))

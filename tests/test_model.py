@@ -10,6 +10,7 @@ import train_gpt
 from kernels import fp8_linear, mlp
 from kernels.attention import ATTENTION, choose_attention
 from kernels.embedding import embedding, embedding_twin, sort_rows
+from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.rotary import rotary_tables, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -117,8 +118,8 @@ def test_key_offset_takes_the_position_free_half_from_the_token_before():
     cos, sin, _ = rotary_tables([8], n, head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
     is_start = torch.zeros(n, dtype=torch.bool)
     is_start[[0, 7]] = True
-    plain, offset = (train_gpt.attention_inputs(x, weight, one, None, None, None, cos, sin, is_start, head_dim, on)[1]
-                     for on in (False, True))
+    qkv, _, _ = train_gpt.attention_inputs(x, weight, one, None, None)
+    plain, offset = (qkv_heads_twin(qkv, cos, sin, is_start, None, None, None, head_dim, on)[1] for on in (False, True))
     half = head_dim // 2
     assert torch.equal(plain[..., :half], offset[..., :half])
     for i in range(n):
@@ -163,9 +164,10 @@ def test_paired_heads_are_one_head_over_twice_the_tokens(config, monkeypatch):
         assert window == pair * step.windows[layer.long_window] * config.window_block
     x, weight, one, width = torch.randn(n, config.width), torch.randn(4 * config.width, config.width), torch.ones(()), config.width
     cos, sin, _ = rotary_tables([8], 2 * n, config.head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
-    paired, even, odd = (train_gpt.attention_inputs(x, weight, one, None, None, None, cos[part], sin[part], torch.zeros(n, dtype=torch.bool),
-                                                    config.head_dim, False) for part in (slice(None), slice(0, None, 2), slice(1, None, 2)))
-    for z, z_even, z_odd in zip(paired[:3], even, odd):
+    qkv, _, _ = train_gpt.attention_inputs(x, weight, one, None, None)
+    rest = torch.zeros(n, dtype=torch.bool), None, None, None, config.head_dim, False
+    paired, even, odd = (qkv_heads_twin(qkv, cos[part], sin[part], *rest) for part in (slice(None), slice(0, None, 2), slice(1, None, 2)))
+    for z, z_even, z_odd in zip(paired, even, odd):
         assert torch.equal(z, torch.cat([z_even[:, :1], z_odd[:, 1:]], dim=1))
 
 
@@ -296,6 +298,20 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
         gradients.append([table.grad.clone() for table in (model.head, model.bigram_table, *model.value_tables)])
     for twin, kernel in zip(*gradients):
         assert (kernel - twin).norm() < (1e-5 if DEVICE.type == "cpu" else 1e-2) * twin.norm()
+
+
+def test_the_qkv_kernels_give_the_model_its_twins_gradients(trainer):
+    model, results = trainer.model, []
+    awake(model)
+    batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
+    for heads in (qkv_heads_twin, qkv_heads):
+        model.part = model.part | {qkv_heads_twin: heads}
+        model.zero_grad(set_to_none=True)
+        loss, _ = model(batch, trainer.schedule.at(0))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+    for twin, kernel in zip(*results, strict=True):
+        assert (kernel.float() - twin.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * twin.float().norm()
 
 
 SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "skip", "backout", "late_input", "yarn", "neuron_norm",
