@@ -26,7 +26,7 @@ def qkv_heads_twin(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, seen
                    value_gate: Tensor | None, head_dim: int, key_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch twin of `qkv_heads`."""
     q, k, v = qkv.view(len(qkv), 3, -1, head_dim).unbind(1)
-    q, k = (rotate(F.rms_norm(part, (head_dim,), eps=EPS).reshape(len(cos), -1, head_dim), cos, sin).view(part.shape) for part in (q, k))
+    q, k = (rotate(F.rms_norm(part, (head_dim,), eps=EPS), cos, sin) for part in (q, k))
     if key_offset:
         rotary = 2 * cos.size(-1)
         before = F.pad(k[:-1, :, rotary:], (0, 0, 0, 0, 1, 0))
@@ -45,10 +45,9 @@ def place(HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 
 @triton.jit
-def angles(cos_ptr, sin_ptr, token, head, channel, inside, PAIR: tl.constexpr, HEADS: tl.constexpr, R: tl.constexpr):
+def angles(cos_ptr, sin_ptr, token, channel, inside, R: tl.constexpr):
     """(tokens, head_dim) factors of each channel and of its partner: cos and ∓sin, and 1 and 0 on channels without a position."""
-    position = token * PAIR + head // (HEADS // PAIR)
-    at, rotated = position[:, None] * R + channel % R, inside & (channel < 2 * R)
+    at, rotated = token[:, None] * R + channel % R, inside & (channel < 2 * R)
     sin = tl.load(sin_ptr + at, mask=rotated, other=0.0)
     return tl.load(cos_ptr + at, mask=rotated, other=1.0), tl.where(channel < R, -sin, sin)
 
@@ -74,13 +73,13 @@ def norm_backward(x, grad, EPS: tl.constexpr, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def heads_kernel(qkv_ptr, cos_ptr, sin_ptr, is_start_ptr, row_ptr, mix_ptr, q_ptr, k_ptr, v_ptr, n,
-                 OFFSET: tl.constexpr, VALUE: tl.constexpr, PAIR: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+                 OFFSET: tl.constexpr, VALUE: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
                  EPS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
     head, token, channel = place(HEADS, TOKENS, HEAD_DIM)
     live, inside, width = token < n, (token < n)[:, None], HEADS * HEAD_DIM
     rows = qkv_ptr + token[:, None] * (3 * width) + head * HEAD_DIM
     out = token[:, None] * width + head * HEAD_DIM + channel
-    cos, sin = angles(cos_ptr, sin_ptr, token, head, channel, inside, PAIR, HEADS, R)
+    cos, sin = angles(cos_ptr, sin_ptr, token, channel, inside, R)
     q, q_rotated = load_rotated(rows, cos, sin, channel, inside, R)
     k, k_rotated = load_rotated(rows + width, cos, sin, channel, inside, R)
     v = tl.load(rows + 2 * width + channel, mask=inside, other=0.0)
@@ -100,14 +99,14 @@ def heads_kernel(qkv_ptr, cos_ptr, sin_ptr, is_start_ptr, row_ptr, mix_ptr, q_pt
 @triton.jit
 def heads_backward_kernel(qkv_ptr, cos_ptr, sin_ptr, is_start_ptr, row_ptr, mix_ptr, q_grad_ptr, k_grad_ptr, v_grad_ptr,
                           grad_ptr, row_grad_ptr, mix_grad_ptr, n,
-                          OFFSET: tl.constexpr, VALUE: tl.constexpr, PAIR: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+                          OFFSET: tl.constexpr, VALUE: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
                           EPS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
     head, token, channel = place(HEADS, TOKENS, HEAD_DIM)
     live, inside, width = token < n, (token < n)[:, None], HEADS * HEAD_DIM
     rows = token[:, None] * (3 * width) + head * HEAD_DIM + channel
     out_rows = token[:, None] * width + head * HEAD_DIM
     out = out_rows + channel
-    cos, sin = angles(cos_ptr, sin_ptr, token, head, channel, inside, PAIR, HEADS, R)
+    cos, sin = angles(cos_ptr, sin_ptr, token, channel, inside, R)
     q = tl.load(qkv_ptr + rows, mask=inside, other=0.0).to(tl.float32)
     k = tl.load(qkv_ptr + rows + width, mask=inside, other=0.0).to(tl.float32)
     _, q_grad = load_rotated(q_grad_ptr + out_rows, cos, -sin, channel, inside, R)      # back by the same angle
@@ -136,17 +135,15 @@ def _form(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Te
     (n, width), heads = (len(qkv), qkv.size(1) // 3), qkv.size(1) // (3 * head_dim)
     check(head_dim & head_dim - 1 == 0 and 0 < 3 * heads * head_dim == qkv.size(1), "qkv", qkv,
           f"(n, 3 heads head_dim) with the head_dim that is given, {head_dim}, a power of two")
-    pair = max(len(cos) // max(n, 1), 1)
     for name, table in (("cos", cos), ("sin", sin)):
-        check(table.ndim == 2 and table.shape == cos.shape and len(table) == pair * n and heads % pair == 0
-              and 0 < 2 * table.size(1) <= head_dim and table.dtype == torch.float32 and table.is_contiguous(), name, table,
-              f"contiguous float32 (positions, r), {n} positions or a multiple by which {heads} heads divide, r of 1 to {head_dim // 2}")
+        check(table.ndim == 2 and len(table) == n and table.shape == cos.shape and 0 < 2 * table.size(1) <= head_dim
+              and table.dtype == torch.float32 and table.is_contiguous(), name, table, f"contiguous float32 ({n}, r), r of 1 to {head_dim // 2}")
     check(is_start.shape == (n,) and is_start.dtype == torch.bool and is_start.is_contiguous(), "is_start", is_start, f"bool ({n},)")
     if value_row is not None:
         check(value_row.shape == (n, width) and value_row.is_contiguous() and value_row.dtype == qkv.dtype, "value_row", value_row,
               f"contiguous ({n}, {width}) {qkv.dtype}")
         check(mix.shape == (n, heads) and mix.is_contiguous(), "mix", mix, f"contiguous ({n}, {heads})")
-    return dict(OFFSET=key_offset, VALUE=value_row is not None, PAIR=pair, R=cos.size(1), HEADS=heads, EPS=EPS, HEAD_DIM=head_dim)
+    return dict(OFFSET=key_offset, VALUE=value_row is not None, R=cos.size(1), HEADS=heads, EPS=EPS, HEAD_DIM=head_dim)
 
 
 def heads_forward(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None, mix: Tensor | None, head_dim: int,
@@ -195,7 +192,7 @@ class Heads(torch.autograd.Function):
 
 def qkv_heads(
     qkv: Tensor,  # (n, 3 heads head_dim) bf16, fp16 or float32, contiguous: each token's Q, K, V; head_dim a power of two
-    cos: Tensor,  # (n, r) float32, contiguous, 2r <= head_dim; or (2n, r): position 2t for the first half of token t's heads, then 2t + 1
+    cos: Tensor,  # (n, r) float32, contiguous, 2r <= head_dim
     sin: Tensor,  # like cos
     is_start: Tensor,  # (n,) bool: where sequences start; the first token is taken for a start in any case
     seen: Tensor | None,  # (n, channels): what the value's gates see of the token, beside as many channels of its value row

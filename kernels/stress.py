@@ -126,8 +126,8 @@ def hidden() -> Iterator[tuple[str, Callable]]:
 
 
 def heads() -> Iterator[tuple[str, Callable]]:
-    for n, count, head_dim, pair in ((1, 1, 16, 1), (37, 6, 128, 1), (21, 4, 32, 2)):
-        width, (cos, sin) = count * head_dim, (torch.rand(pair * n, head_dim // 4, device=DEVICE) for _ in range(2))
+    for n, count, head_dim in ((1, 1, 16), (37, 6, 128), (21, 4, 32)):
+        width, (cos, sin) = count * head_dim, (torch.rand(n, head_dim // 4, device=DEVICE) for _ in range(2))
         x, seen, row = (random(n, columns).requires_grad_() for columns in (3 * width, 6, width))
         gate = torch.randn(count, 12, device=DEVICE).requires_grad_()
         is_start = torch.arange(n, device=DEVICE) % 5 == 0
