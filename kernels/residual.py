@@ -102,8 +102,8 @@ def residual_backward_kernel(out_grad_ptr, norm_grad_ptr, norm_ptr, rms_ptr, sca
             y = normed * rms
             sums_a += grad * y
             sums_c += out_grad * y
-    if scales_ptr is not None:                                           # ∂/∂a = Σ grad · y / a: a scale of 0 learns nothing
-        tl.store(sums_ptr + 2 * tl.program_id(0), tl.where(a == 0, 0.0, tl.sum(sums_a) / a))
+    if scales_ptr is not None:                                           # ∂/∂a = Σ grad · y / a: 0 where a and with it y is 0
+        tl.store(sums_ptr + 2 * tl.program_id(0), tl.sum(sums_a) / tl.where(a == 0, 1.0, a))
         tl.store(sums_ptr + 2 * tl.program_id(0) + 1, tl.sum(sums_c))
 
 

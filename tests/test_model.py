@@ -315,6 +315,23 @@ def test_the_qkv_kernels_give_the_model_its_twins_gradients(trainer):
         assert (kernel.float() - twin.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * twin.float().norm()
 
 
+@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False, "skip": False}], ids=str)
+def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
+    """Loss and the gradient of every parameter: rows that all layers share, streams that several layers read."""
+    trainer, results = train_gpt.Trainer(replace(config, **changes), train_gpt.World()), []
+    model, step = trainer.model, trainer.schedule.at(0)
+    awake(model)
+    batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
+    for kernels in ({}, train_gpt.KERNELS["fused_residual"]):
+        model.part = model.part | kernels
+        model.zero_grad(set_to_none=False)
+        loss, _ = model(batch, step)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for (name, _), twin, kernel in zip([("loss", None), *model.named_parameters()], *results):
+        assert (kernel - twin).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * twin.norm(), name
+
+
 SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "skip", "backout", "late_input", "yarn", "neuron_norm",
             "cautious"]
 
