@@ -21,7 +21,7 @@ def scale_of(bound: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def largest_row_norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax()
+    return torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).amax()
 
 
 def weight_scales_twin(w_in: Tensor, w_out: Tensor) -> tuple[Tensor, ...]:
