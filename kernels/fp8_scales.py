@@ -105,8 +105,9 @@ def _largest(a: Tensor, b: Tensor | None, tuned: tuple[int, int, int] | None) ->
     rows, warps, programs = tuned or CONFIGS[0]
     matrices, programs = 1 if b is None else 2, min(programs, triton.cdiv(len(a), rows))
     largest = torch.empty(matrices, programs, dtype=torch.int32, device=a.device)
-    row_norms_kernel[programs, matrices](a, b if matrices > 1 else a, largest, *a.shape, a.stride(0), a.stride(0) if b is None else b.stride(0),
-                                         ROWS=rows, COLUMNS=triton.next_power_of_2(a.shape[1]), PROGRAMS=programs, num_warps=warps)
+    b = a if b is None else b
+    row_norms_kernel[programs, matrices](a, b, largest, *a.shape, a.stride(0), b.stride(0), ROWS=rows,
+                                         COLUMNS=triton.next_power_of_2(a.shape[1]), PROGRAMS=programs, num_warps=warps)
     return largest, dict(PROGRAMS=programs, BLOCK=triton.next_power_of_2(programs), APART=APART, E4M3_MAX=torch.finfo(E4M3).max)
 
 
