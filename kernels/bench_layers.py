@@ -1,14 +1,35 @@
-"""The cases of kernels.bench around the residual and the FP8 MLP's scales, at the width and depth of the speedrun."""
+"""The cases of kernels.bench that stand between the large products of a layer: heads, residual, the FP8 MLP's scales."""
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from kernels import fp8_scales, residual
+from kernels import fp8_scales, qkv, residual
 from kernels.bench_cases import Case, leaf, random
 
 LAYERS = 11
+
+
+def heads_gradients(function: Callable) -> Callable:
+    def run(*inputs) -> tuple:
+        leaves = {i: leaf(inputs[i]) for i in (0, 4, 5, 6) if inputs[i] is not None}
+        out = function(*(leaves.get(i, x) for i, x in enumerate(inputs[:-3])))
+        return *(x.detach() for x in out), *torch.autograd.grad(out, tuple(leaves.values()), inputs[-3:])
+    return run
+
+
+def heads_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
+    def inputs(tokens: int, key_offset: bool, value: bool) -> tuple:
+        is_start, (cos, sin) = torch.arange(tokens, device="cuda") % 512 == 0, random(2, tokens, head_dim // 4).float()
+        gates = (random(tokens, 6), random(tokens, heads * head_dim), random(heads, 12).float()) if value else (None, None, None)
+        return (random(tokens, 3 * heads * head_dim), cos, sin, is_start, *gates, head_dim, key_offset, *random(3, tokens, heads, head_dim))
+
+    for tokens in (16384, 49152):
+        for name, *has in (("", False, False), (", key offset", True, False), (", value rows", False, True)):
+            yield Case("from QKV to attention, both ways" + name, f"{tokens} × 3 × {heads} × {head_dim}", partial(inputs, tokens, *has),
+                       qkv.qkv_heads, qkv.qkv_heads_twin, 0.0, 2.0 * tokens * heads * head_dim * (17 if has[1] else 14),
+                       exact=heads_gradients(qkv.qkv_heads_twin), wrap=heads_gradients)
 
 
 def into_the_mlp(enter: Callable, share: Callable) -> Callable:
@@ -71,4 +92,4 @@ def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterat
                fp8_scales.gradient_scales_twin, 0.0, 2.0 * n * width, configs=fp8_scales.CONFIGS)
 
 
-CASES = (residual_cases, scales_cases)
+CASES = (heads_cases, residual_cases, scales_cases)
