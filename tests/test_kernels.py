@@ -713,11 +713,6 @@ def test_qkv_heads_refuse_what_they_cannot_do():
             call()
 
 
-def double(*tensors):
-    """Tensors in float64, and what is no tensor as it is."""
-    return [tensor.double() if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
-
-
 def stack_of_layers(functions: tuple, x, updates: list, rows, scales, row_scales, repeat: bool = False) -> list[torch.Tensor]:
     """The last stream of layers that share `rows` (None: no rows), and all gradients; a layer whose update is None has no attention.
 
@@ -752,7 +747,7 @@ def test_residual_of_layers_is_its_twin(n, width, layers, with_rows, dtype):
     rows = random(n, width, dtype=dtype) if with_rows else None
     scales, row_scales = torch.rand(len(layers), 2, device=DEVICE) + 0.5, torch.randn(len(layers), device=DEVICE)
     twin, kernel = (share_twin, mlp_input_twin, norm_fork_twin), (share, mlp_input, norm_fork)
-    exact = stack_of_layers(twin, *double(x), double(*updates), *double(rows, scales, row_scales))
+    exact = stack_of_layers(twin, x.double(), double(updates), *double([rows, scales, row_scales]))
     plain = stack_of_layers(twin, x, updates, rows, scales, row_scales)
     fused = stack_of_layers(kernel, x, updates, rows, scales, row_scales)
     for ours, theirs, wanted in zip(fused, plain, exact, strict=True):
