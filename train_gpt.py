@@ -41,6 +41,7 @@ from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.qkv import qkv_heads, qkv_heads_twin
+from kernels.residual import mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin, share, share_twin
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from records.clock import Clock
@@ -175,6 +176,7 @@ class Config:
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
+    fused_residual: bool = True         # what enters attention and MLP, and the sum of its gradients,
     fused_orthogonalisation: bool = True        # Newton-Schulz,
     fused_qkv: bool = False             # what stands between the product Q, K, V and attention; not yet measured
     fused_row_update: bool = False      # update of the bigram table, of only the rows read; not yet measured
@@ -402,10 +404,6 @@ class ReceiveColumns(torch.autograd.Function):
 
 # ---- The parts that torch.compile fuses: pure functions of tensors, one for each kind of work ------------------------
 
-def norm(x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.size(-1),))
-
-
 def previous(x: Tensor, is_start: Tensor) -> Tensor:
     """Each token's predecessor's row (n, ...); zero where a sequence starts, so that nothing crosses a document."""
     shifted = torch.cat([x[:1], x[:-1]])
@@ -435,13 +433,12 @@ def sign_rows(rows: Tensor, tokens: Tensor, is_start: Tensor, signs: Tensor) -> 
     return rows * signs[(previous(tokens, is_start) ^ tokens) % len(signs)].type_as(rows)
 
 
-def attention_inputs(source: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_channels: int | None):
+def attention_inputs(x: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_channels: int | None):
     """Q, K, V side by side (n, 3 width), the gates of the heads (n, heads, 1), and what the value's gates see (n, value_channels).
 
-    All from the residual that attention reads. `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its
+    All from the normed residual x that attention reads. `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its
     learned scale multiplies the weight, which is 10 to 30 times smaller than the activations.
     """
-    x = norm(source)
     qkv = F.linear(x, weight[:3 * weight.size(-1)] * scale)
     seen = None if value_channels is None else x[:, :value_channels].clone()       # a view's gradient would be as wide as x
     if gate is not None:
@@ -461,28 +458,19 @@ def gated_skip(x: Tensor, skipped: Tensor, gate: Tensor, scale: Tensor) -> Tenso
     return skipped * (2 * scale * torch.sigmoid(x[:, :len(gate)] @ gate.type_as(x)))[:, None].type_as(x)
 
 
-def mlp_input(x: Tensor, update: Tensor | None, bigram: Tensor | None, bigram_scale: Tensor, scales: tuple[Tensor, Tensor]):
-    """Add what attention or skip gave and the bigram row; returns the residual that passes the MLP by, and what the MLP sees."""
-    x = scales[0] * x
-    if update is not None:
-        x = x + update
-    if bigram is not None:
-        x = x + bigram_scale * bigram
-    return scales[1] * x, norm(x)
-
-
 def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
     """What the head sees (n, width): the normed residual, less a share of an earlier layer's output."""
     return norm(x if early is None else x - backout * early)
 
 
-KERNELS = {                                                 # setting: plain twin, Triton kernel
-    "fused_loss": (head_loss_twin, head_loss),
-    "fused_mlp": (mlp_twin, mlp),
-    "fused_qkv": (qkv_heads_twin, qkv_heads),
-    "fused_embedding": (embedding_twin, embedding),
-    "fused_orthogonalisation": (newton_schulz_reference, newton_schulz),
-    "fused_row_update": (row_adam_twin, row_adam),
+KERNELS = {                                                 # setting: Triton kernels by their plain twins
+    "fused_loss": {head_loss_twin: head_loss},
+    "fused_mlp": {mlp_twin: mlp},
+    "fused_residual": {mlp_input_twin: mlp_input, norm_fork_twin: norm_fork, share_twin: share},
+    "fused_qkv": {qkv_heads_twin: qkv_heads},
+    "fused_embedding": {embedding_twin: embedding},
+    "fused_orthogonalisation": {newton_schulz_reference: newton_schulz},
+    "fused_row_update": {row_adam_twin: row_adam},
 }
 
 
@@ -491,7 +479,7 @@ def compiled(config: Config, device: torch.device, *functions: Callable) -> dict
     if device.type != "cuda":
         return {f: f for f in functions}
     torch._dynamo.config.recompile_limit = 64               # one for each kind of layer and, at first, each batch size
-    kernels = {twin: kernel for setting, (twin, kernel) in KERNELS.items()
+    kernels = {twin: kernel for setting, pairs in KERNELS.items() for twin, kernel in pairs.items()
                if getattr(config, setting) and (kernel is not mlp or has_mlp(device))}
     return {f: kernels.get(f) or (torch.compile(f) if config.compile else f) for f in functions}
 
@@ -544,8 +532,8 @@ class GPT(nn.Module):
         self.attention_gates = small(len(attention), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, attention_inputs, qkv_heads_twin,
-                             attention_output, gated_skip, mlp_input, mlp_twin, head_input, head_loss_twin)
+        self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, share_twin, norm_fork_twin, attention_inputs,
+                             qkv_heads_twin, attention_output, gated_skip, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twin's FP8 is there to compare with
 
     @torch.no_grad()
@@ -565,10 +553,11 @@ class GPT(nn.Module):
             value_table.normal_(std=0.01, generator=generator)
         if self.bigram_table is not None:
             self.bigram_table.zero_()
-        self.attention_scalars.copy_(torch.tensor([0.5, 1.0]))
-        self.residual_scalars.fill_(1.1 ** 0.5)
-        self.bigram_scalars.fill_(0.05)
-        self.scalars.copy_(torch.tensor([0.0, 0.2, 0.5]))
+        growth = 1.1 ** 0.5                                              # of the residual and of what a layer adds to it alike
+        self.residual_scalars.fill_(growth)
+        self.attention_scalars.copy_(torch.tensor([0.5, 1.0 / growth]))
+        self.bigram_scalars.fill_(0.05 / growth)
+        self.scalars.copy_(torch.tensor([0.0, 0.2 / growth, 0.5]))
         if self.bigram_signs is not None:                                # a stream of their own: they depend on no other setting
             signs = torch.Generator(self.device).manual_seed(self.config.seed)
             self.bigram_signs.random_(2, generator=signs).mul_(2).sub_(1)
@@ -600,9 +589,7 @@ class GPT(nn.Module):
         is_start = is_start.index_fill_(0, batch.boundaries.long(), True)[:n]
         cos, sin, attention_scale = self.rotary[step.windows[1] * config.window_block]
         smear, skip, backout = self.scalars.unbind()
-        loss_weights = self.loss_weights[:len(step.multi_token)]
-        scales, residuals = self.attention_scalars.unbind(), self.residual_scalars.unbind()
-        bigram_scales, value_gates = self.bigram_scalars.unbind(), self.value_gates.unbind()
+        scales, residuals, value_gates = (x.unbind() for x in (self.attention_scalars, self.residual_scalars, self.value_gates))
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
 
         sort = sort_rows if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
@@ -613,22 +600,25 @@ class GPT(nn.Module):
             arriving = exchange.send(run[embedding_twin](self.bigram_table, sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
-        streams = [run[embed](rows, is_start, self.smear_gate, smear)]   # streams[i] enters layer i, the last one the head
-        bigram = None
+        streams, normed = [run[embed](rows, is_start, self.smear_gate, smear)], {}      # streams[i] enters layer i, the last one the head
+        terms = [None] * len(config.layers)                              # what each layer adds of the bigram's row
         if self.bigram_table is not None:
             bigram = exchange.receive(arriving)
             if self.bigram_signs is not None:
                 bigram = run[sign_rows](bigram, batch.tokens, is_start, self.bigram_signs)
+            terms = run[share_twin](bigram, self.bigram_scalars)
         for i, layer in enumerate(config.layers):
-            x, update = streams[i], None
-            reached(i, x)
+            update = None
+            reached(i, streams[i])
             if layer.attention:
                 a, v = self.attention_index[i], self.value_index.get(i)
-                source = streams[layer.attends_to + 1] if config.late_input and layer.attends_to is not None else x
+                source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
+                if source not in normed:
+                    normed[source], streams[source] = run[norm_fork_twin](streams[source])
                 value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
                 scale_qkv, scale_out = scales[a].unbind()
                 pair = 2 if config.paired_heads and layer.paired else 1  # a pair of heads is one of twice the tokens
-                qkv, gate, seen = run[attention_inputs](source, self.bank[a], scale_qkv, gates[a],
+                qkv, gate, seen = run[attention_inputs](normed[source], self.bank[a], scale_qkv, gates[a],
                                                         None if v is None else config.gate_channels // 2)
                 q, k, values = run[qkv_heads_twin](qkv, cos[:pair * n], sin[:pair * n], is_start, seen, value_row, value_gate,
                                                    config.head_dim, config.key_offset and layer.long_window)
@@ -638,17 +628,16 @@ class GPT(nn.Module):
                                 pair * batch.max_length, pair * window, attention_scale).view_as(values)
                 update = run[attention_output](y, gate, self.bank[a], scale_out)
             elif layer.skip_from is not None and config.skip:
-                update = run[gated_skip](x, streams[layer.skip_from + 1], self.skip_gate, skip)
-            x, normed = run[mlp_input](x, update, bigram, bigram_scales[i], residuals[i].unbind())
-            streams.append(run[mlp_twin](x, normed, *self.mlp_weights(i), self.fp8_mlp))      # the kernel writes over x
-        early = streams[config.backout_layer + 1] if config.backout else None
-        x = run[head_input](streams[-1], early, backout)
+                update = run[gated_skip](streams[i], streams[layer.skip_from + 1], self.skip_gate, skip)
+            x, normed_x = run[mlp_input_twin](streams[i], update, terms[i], residuals[i])
+            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), self.fp8_mlp))    # the kernel writes over x
+        x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None
         if columns := len(batch.columns):                                # sampled softmax: the rows of these tokens alone
             head = run[embedding_twin](head, Sorted(batch.columns, batch.columns, torch.arange(columns, device=self.device)))
             targets, column_weights = among_columns(targets, batch.columns, len(self.head))
-        return run[head_loss_twin](x, head, targets, is_start, loss_weights, self.fp8, column_weights)
+        return run[head_loss_twin](x, head, targets, is_start, self.loss_weights[:len(step.multi_token)], self.fp8, column_weights)
 
     def flops_per_token(self, step: "Step", columns: int | None = None) -> float:
         """Of forward and backward: 6 a weight in a product, and attention over the windows that a token really sees.

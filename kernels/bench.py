@@ -19,8 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels import bench_cases, bench_layers
 from kernels.backend import triton
-from kernels.bench_cases import CASES, Case
+from kernels.bench_cases import Case
 
 CEILING = 790e12  # bf16 FLOP/s that one H200 sustains in an 8192³ product of random numbers
 BANDWIDTH = 4.24e12  # bytes/s, device copy
@@ -163,7 +164,7 @@ def main() -> int:
                    date=date.today().isoformat())
     print(machine)
     rows, known = [], {}
-    for case in (case for group in CASES for case in group()):
+    for case in (case for group in bench_cases.CASES + bench_layers.CASES for case in group()):
         if options.filters and not any(text in f"{case.name}, {case.shape}" for text in options.filters):
             continue
         if options.sweep:

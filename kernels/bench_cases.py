@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, qkv, quantize, row_adam, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, row_adam, symmetric, transpose
 from kernels.coefficients import lower_end, polar_express
 
 PLAIN_5, AOL_4, AOL_5 = polar_express(5), *(polar_express(steps, lower_end("aol", steps)) for steps in (4, 5))
@@ -225,33 +225,11 @@ def row_adam_cases(width: int = 192) -> Iterator[Case]:
             return weight
         return update
 
-    for rows in (377280, 1509120):
-        for read in (100_000, 400_000):
-            touched = rows * (1 - (1 - 1 / rows) ** read)
-            yield Case("Adam on the rows read, and a copy of the gradient", f"{read} of {rows} × {width}", partial(inputs, rows, read),
-                       row_adam.row_adam, row_adam.row_adam_twin, 0.0, width * (6.0 * rows + 18.0 * touched), wrap=run,
-                       exact=lambda weight, lost, *state: run(row_adam.row_adam_twin)(weight, None, *state), configs=row_adam.CONFIGS)
-
-
-def heads_gradients(function: Callable) -> Callable:
-    def run(*inputs) -> tuple:
-        leaves = {i: leaf(inputs[i]) for i in (0, 4, 5, 6) if inputs[i] is not None}
-        out = function(*(leaves.get(i, x) for i, x in enumerate(inputs[:-3])))
-        return *(x.detach() for x in out), *torch.autograd.grad(out, tuple(leaves.values()), inputs[-3:])
-    return run
-
-
-def heads_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
-    def inputs(tokens: int, key_offset: bool, value: bool) -> tuple:
-        is_start, (cos, sin) = torch.arange(tokens, device="cuda") % 512 == 0, random(2, tokens, head_dim // 4).float()
-        gates = (random(tokens, 6), random(tokens, heads * head_dim), random(heads, 12).float()) if value else (None, None, None)
-        return (random(tokens, 3 * heads * head_dim), cos, sin, is_start, *gates, head_dim, key_offset, *random(3, tokens, heads, head_dim))
-
-    for tokens in (16384, 49152):
-        for name, *has in (("", False, False), (", key offset", True, False), (", value rows", False, True)):
-            yield Case("from QKV to attention, both ways" + name, f"{tokens} × 3 × {heads} × {head_dim}", partial(inputs, tokens, *has),
-                       qkv.qkv_heads, qkv.qkv_heads_twin, 0.0, 2.0 * tokens * heads * head_dim * (17 if has[1] else 14),
-                       exact=heads_gradients(qkv.qkv_heads_twin), wrap=heads_gradients)
+    for rows, read in ((377280, 100_000), (377280, 400_000), (1509120, 100_000), (1509120, 400_000)):
+        touched = rows * (1 - (1 - 1 / rows) ** read)
+        yield Case("Adam on the rows read, and a copy of the gradient", f"{read} of {rows} × {width}", partial(inputs, rows, read),
+                   row_adam.row_adam, row_adam.row_adam_twin, 0.0, width * (6.0 * rows + 18.0 * touched), wrap=run,
+                   exact=lambda weight, lost, *state: run(row_adam.row_adam_twin)(weight, None, *state), configs=row_adam.CONFIGS)
 
 
 def moving_cases() -> Iterator[Case]:
@@ -269,4 +247,4 @@ def moving_cases() -> Iterator[Case]:
 
 
 CASES = (orthogonalisation_cases, product_cases, mlp_cases, whole_mlp_cases, head_cases, cross_entropy_cases,
-         embedding_cases, heads_cases, row_adam_cases, moving_cases)
+         embedding_cases, row_adam_cases, moving_cases)

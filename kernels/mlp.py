@@ -12,9 +12,9 @@ The grid is persistent and walks bands of tiles; operands come through tensor de
 `mlp` is the whole sub-layer, residual + relu(X W_inᵀ)² W_out with its gradients, and writes over the residual: the last product
 adds to it where it stands, and no pass reads two activations and writes a third for the sum (in FP8, whose product cannot add,
 one still does). `mlp_twin` is its plain form, which leaves the residual as it is. In FP8 the products forward and those of the
-input's gradient are FP8, the weights' gradients stay bfloat16. Its scales need no state and no pass of their own over the hidden
-activations: a row's norm bounds its elements and, by Cauchy and Schwarz, what products make of it. Such a bound lies 5 to 15
-binades above a typical element, and FP8 keeps its relative precision over 15 (e4m3) or 30 (e5m2).
+input's gradient are FP8, the weights' gradients stay bfloat16. Its scales (`kernels.fp8_scales`) need no state and no pass of their
+own over the hidden activations: a row's norm bounds its elements and, by Cauchy and Schwarz, what products make of it. Such a bound
+lies 5 to 15 binades above a typical element, and FP8 keeps its relative precision over 15 (e4m3) or 30 (e5m2).
 """
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.fp8_linear import product, quantise
+from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_scales, weight_scales_twin
 from kernels.quantize import quantize
 
 # (tile rows, tile columns, depth in bytes, warps, stages), best first, from kernels.bench --sweep; the first is used.
@@ -173,15 +174,6 @@ class MLP(torch.autograd.Function):
         return grad, grad_pre @ w_in, grad_pre.T @ x, act.T @ grad
 
 
-def scale_of(bound: Tensor, dtype: torch.dtype) -> Tensor:
-    """The scale (0-dim float32) that brings `bound` to the largest number of `dtype`; not zero where all is zero."""
-    return bound.clamp(min=1e-30) / torch.finfo(dtype).max
-
-
-def largest_row_norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax()
-
-
 def to_fp8(x: Tensor, scale: Tensor, fused: bool, both: bool) -> tuple[Tensor, Tensor | None]:
     """x / scale in e4m3 and, if `both`, its transpose, each contiguous."""
     if fused:
@@ -193,17 +185,13 @@ def to_fp8(x: Tensor, scale: Tensor, fused: bool, both: bool) -> tuple[Tensor, T
 class FP8MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, fused: bool) -> Tensor:
-        e4m3, x_norm = torch.float8_e4m3fn, x.size(1) ** 0.5
-        in_norm, out_norm = largest_row_norm(w_in), largest_row_norm(w_out)
-        act_bound = x_norm * in_norm                        # of √act
-        x_scale = scale_of(torch.full_like(in_norm, x_norm), e4m3)
-        in_scale, out_scale, act_scale = (scale_of(bound, e4m3) for bound in (in_norm, out_norm, act_bound.square()))
+        x_scale, in_scale, out_scale, act_scale, pre_scale, grad_bound = (weight_scales if fused else weight_scales_twin)(w_in, w_out)
         (x8, _), (in8, in8_transposed) = to_fp8(x, x_scale, fused, False), to_fp8(w_in, in_scale, fused, True)
         out8, out8_transposed = to_fp8(w_out, out_scale, fused, True)
-        act8 = torch.empty(len(x), len(w_in), dtype=e4m3, device=x.device)
-        act = (relu_squared if fused else relu_squared_reference)(x8, in8, x_scale * in_scale, act8, act_scale)
+        act8 = torch.empty(len(x), len(w_in), dtype=x8.dtype, device=x.device)
+        act = (relu_squared if fused else relu_squared_reference)(x8, in8, pre_scale, act8, act_scale)
         ctx.fused = fused
-        ctx.save_for_backward(x.type_as(act), act, in8_transposed, out8, in_scale, out_scale, 2 * act_bound * out_norm)
+        ctx.save_for_backward(x.type_as(act), act, in8_transposed, out8, in_scale, out_scale, grad_bound)
         out = product(act8, out8_transposed.T, act_scale, out_scale, fast=True)
         if not fused:
             return residual + out
@@ -212,14 +200,14 @@ class FP8MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, act, in8_transposed, out8, in_scale, out_scale, pre_bound = ctx.saved_tensors
+        x, act, in8_transposed, out8, in_scale, out_scale, bound = ctx.saved_tensors
         grad = grad.contiguous()
-        grad_norm = largest_row_norm(grad)
-        grad_scale, pre_scale = scale_of(grad_norm, torch.float8_e4m3fn), scale_of(pre_bound * grad_norm, torch.float8_e5m2)
+        scales = gradient_scales if ctx.fused else gradient_scales_twin
+        grad_scale, product_scale, pre_scale = scales(grad, out_scale, bound)
         grad8, _ = to_fp8(grad, grad_scale, ctx.fused, False)
         pre8 = torch.empty(act.shape, dtype=torch.float8_e5m2, device=x.device)
         backward = relu_squared_backward if ctx.fused else relu_squared_backward_reference
-        grad_pre = backward(grad8, out8, act, grad_scale * out_scale, pre8, pre_scale)
+        grad_pre = backward(grad8, out8, act, product_scale, pre8, pre_scale)
         grad_x = product(pre8, in8_transposed.T, pre_scale, in_scale, fast=False)
         return grad, grad_x, grad_pre.T @ x, act.T @ grad.type_as(act), None
 

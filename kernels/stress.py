@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, qkv, quantize, row_adam, symmetric, transpose
+from kernels import (
+    cross_entropy, embedding, fp8_scales, head_loss, mlp, newton_schulz, qkv, quantize, residual, row_adam, symmetric, transpose)
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -138,6 +139,22 @@ def heads() -> Iterator[tuple[str, Callable]]:
             yield f"qkv_heads {n} × 3 × {count} × {head_dim}{name}", both
 
 
+def residuals() -> Iterator[tuple[str, Callable]]:
+    scales, row_scales = torch.tensor([0.9, 1.1], device=DEVICE).requires_grad_(), torch.rand(3, device=DEVICE).requires_grad_()
+    for n, width in ((1, 1), (37, 133), (301, 768)):
+        x, rows = random(n, width).requires_grad_(), random(n, width).requires_grad_()
+
+        def both(x=x, rows=rows):
+            y = x
+            for term in residual.share(rows, row_scales):
+                update, y = residual.norm_fork(y)
+                y, seen = residual.mlp_input(y, update, term, scales)
+            return torch.autograd.grad((y, seen), (x, rows, scales, row_scales), (x, rows))
+        yield f"residual of three layers {n} × {width}", both
+        bounds = torch.ones(2, device=DEVICE).unbind()
+        yield f"FP8 scales {n} × {width}", lambda x=x, y=rows: fp8_scales.weight_scales(x, y) + fp8_scales.gradient_scales(x, *bounds)
+
+
 def movers() -> Iterator[tuple[str, Callable]]:
     x, scale, amax = random(71, 133), torch.tensor(0.05, device=DEVICE), torch.zeros(1, device=DEVICE)
     yield "quantize", lambda: quantize.quantize(x, scale, amax=amax)
@@ -159,7 +176,7 @@ def movers() -> Iterator[tuple[str, Callable]]:
 def launch_each(times: int = 2) -> int:
     """Launch every kernel on small shapes, most no multiple of a tile; returns how many gave something that is not finite."""
     failed = 0
-    for group in (products, losses, hidden, heads, movers):
+    for group in (products, losses, hidden, heads, residuals, movers):
         for name, call in group():
             for _ in range(times):
                 out = call()

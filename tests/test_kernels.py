@@ -13,6 +13,8 @@ from kernels.adam import adam_update
 from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from kernels.embedding import add_rows, add_rows_reference, embedding, embedding_twin, sort_rows
+from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
+from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_scales, weight_scales_twin
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.master_weight import master_weight, store_master_weight
 from kernels.mlp import (
@@ -20,6 +22,9 @@ from kernels.mlp import (
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.qkv import heads_backward, heads_forward, qkv_heads, qkv_heads_twin
 from kernels.quantize import quantize, quantize_reference
+from kernels.residual import (
+    CONFIGS, SHARED_CONFIGS, Term, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward, share, share_twin,
+    shared_rows, shared_rows_reference)
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from kernels.symmetric import (
@@ -324,6 +329,32 @@ def test_mlp_function_in_fp8():
         assert error(out, results[0].double() * 2.0**power) < 1e-3
     for tensor in mlp_results(mlp, x, w_in, torch.zeros_like(w_out), grad, True)[:3]:
         assert tensor.eq(0).all()
+
+
+@pytest.mark.parametrize("tuned", SCALES_CONFIGS)
+@pytest.mark.parametrize("rows, width", [(1, 1), (11, 40), (70, 33)])
+def test_fp8_scales_are_their_twins(rows, width, tuned):
+    """Also of matrices that are zero, of rows that are slices, and of NaN and infinities of either sign, wherever they stand."""
+    one, bound = torch.tensor(0.7, device=DEVICE), torch.tensor(3.0, device=DEVICE)
+    for bad in (None, 0.0, float("inf"), float("nan"), -float("inf"), -float("nan")):
+        w_in, w_out = random(rows, width + 3)[:, :width] * 0.02, random(rows, width) * 1e3
+        if bad is not None:
+            w_in[rows // 2, -1] = bad
+            w_out *= bad == 0.0                                          # all zero, or zero where the other has what is no number
+        pairs = [(weight_scales(w_in, w_out, tuned), weight_scales_twin(w_in, w_out))]
+        pairs += [(gradient_scales(x, one, bound, tuned), gradient_scales_twin(x, one, bound)) for x in (w_in, w_out)]
+        for ours, theirs in pairs:
+            assert all(scale.shape == () and scale.data_ptr() % 16 == 0 for scale in ours)
+            torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-5, atol=0, equal_nan=True)
+            assert all(scale != 0 for scale in ours[:3])
+
+
+def test_fp8_scales_refuse_what_they_cannot_do():
+    x, one = random(6, 8), torch.ones((), device=DEVICE)
+    for name, call in (("a", lambda: gradient_scales(x.T, one, one)), ("a", lambda: gradient_scales(x[:0], one, one)),
+                       ("b", lambda: weight_scales(x, x[:5]))):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            call()
 
 
 def test_nan_shows():
@@ -679,6 +710,126 @@ def test_qkv_heads_refuse_what_they_cannot_do():
                  lambda: heads_backward(*[random(9, 2, 16)] * 3, *good[:4], row, mix, 16, False)):
         with pytest.raises(ValueError, match="grad must be"):
             call()
+
+
+def stack_of_layers(functions: tuple, x, updates: list, rows, scales, row_scales, repeat: bool = False) -> list[torch.Tensor]:
+    """The last stream of layers that share `rows` (None: no rows), and all gradients; a layer whose update is None has no attention.
+
+    A gradient in place of the loss's, which differs by token; `repeat`: from the second backward pass through one graph.
+    """
+    share_rows, enter, fork = functions
+    leaves = [t.detach().clone().requires_grad_() for t in (x, rows, scales, row_scales, *updates) if t is not None]
+    left = iter(leaves)
+    x, rows, scales, row_scales, *updates = (None if t is None else next(left) for t in (x, rows, scales, row_scales, *updates))
+    terms = [None] * len(updates) if rows is None else share_rows(1 * rows, row_scales)
+    grad = torch.linspace(-1, 2, x.numel(), device=DEVICE).view_as(x).to(x.dtype)
+    x = 1 * x
+    for i, update in enumerate(updates):
+        if update is not None:
+            normed, x = fork(x)
+            update = update * normed
+        x, seen = enter(x, update, terms[i], scales[i])
+        x = x.add_(seen.sin()) if enter is mlp_input else x + seen.sin()                # as the MLP, in place
+    wanted = [leaf for leaf in leaves if leaf is not row_scales or rows is not None]
+    if repeat:                                                           # one backward pass that does not reach the rows, and a whole one
+        torch.autograd.grad(x, leaves[0], 2 * grad, retain_graph=True)
+        torch.autograd.grad(x, wanted, 3 * grad, retain_graph=True)
+    return [x.detach(), *torch.autograd.grad(x, wanted, grad)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_rows", [True, False])
+@pytest.mark.parametrize("layers", [[1], [0], [1, 0, 1, 1]], ids=["attention", "none", "several"])
+@pytest.mark.parametrize("n, width", [(1, 1), (5, 20), (18, 72)])
+def test_residual_of_layers_is_its_twin(n, width, layers, with_rows, dtype):
+    x, *updates = (random(n, width, dtype=dtype) if on else None for on in [1, *layers])
+    rows = random(n, width, dtype=dtype) if with_rows else None
+    scales, row_scales = torch.rand(len(layers), 2, device=DEVICE) + 0.5, torch.randn(len(layers), device=DEVICE)
+    twin, kernel = (share_twin, mlp_input_twin, norm_fork_twin), (share, mlp_input, norm_fork)
+    exact = stack_of_layers(twin, x.double(), double(updates), *double([rows, scales, row_scales]))
+    plain = stack_of_layers(twin, x, updates, rows, scales, row_scales)
+    fused = stack_of_layers(kernel, x, updates, rows, scales, row_scales)
+    for ours, theirs, wanted in zip(fused, plain, exact, strict=True):
+        # Where one number decides what a norm makes of it, or the sum over few is a difference, either side may be right by luck.
+        slack = 50 * torch.finfo(dtype).eps if n * width < 100 or ours.dim() < 2 or ours.numel() < 100 else 1e-6
+        assert error(ours, wanted) <= 2 * error(theirs, wanted) + slack * (1 + 1 / wanted.norm().item())
+    for again in (stack_of_layers(kernel, x, updates, rows, scales, row_scales),
+                  stack_of_layers(kernel, x, updates, rows, scales, row_scales, repeat=True)):
+        assert all(torch.equal(a, b) for a, b in zip(fused, again))
+
+
+@pytest.mark.parametrize("tuned", CONFIGS[1:])
+def test_residual_kernels_in_every_configuration(tuned):
+    x, update, rows, out_grad, norm_grad = (random(13, 33) for _ in range(5))
+    scales, scale = torch.tensor([0.9, 1.2], device=DEVICE), torch.tensor(0.3, device=DEVICE)
+    for args in ((x, update, Term(rows, scale), scales), (x, None, None, None)):
+        results = []
+        for config in (CONFIGS[0], tuned):
+            out, normed, rms = residual(*args, tuned=config)
+            results.append([out, normed, rms, *residual_backward(out_grad, norm_grad, normed, rms, args[3], tuned=config)])
+        for first, other in zip(*results):
+            assert first is other is None or error(other, first.double()) < (1e-6 if DEVICE == "cpu" else 1e-2)
+
+
+@pytest.mark.parametrize("tuned", SHARED_CONFIGS)
+@pytest.mark.parametrize("count", [1, 3, 11])
+def test_shared_rows(count, tuned):
+    grads, rows, scales = [random(50, 96) for _ in range(count)], random(50, 96), torch.randn(count, device=DEVICE)
+    exact = shared_rows_reference([g.double() for g in grads], rows.double(), scales.double())
+    plain, ours = shared_rows_reference(grads, rows, scales), shared_rows(grads, rows, scales, tuned)
+    for out, theirs, wanted, slack in zip(ours, plain, exact, (1e-7, 1e-5)):
+        assert_as_exact_as_pytorch(out, theirs, wanted, slack)
+    assert all(torch.equal(a, b) for a, b in zip(ours, shared_rows(grads, rows, scales, tuned)))
+
+
+def test_shared_rows_reference_is_the_gradient():
+    rows, scales = random(9, 8).double().requires_grad_(), random(3).double().requires_grad_()
+    grads = [random(9, 8).double() for _ in scales]
+    expected = torch.autograd.grad([scale * rows for scale in scales], (rows, scales), grads)
+    for found, wanted in zip(shared_rows_reference(grads, rows.detach(), scales.detach()), expected):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_a_shared_row_gets_its_gradient_once_and_after_all_layers():
+    """Two graphs at a time; a layer that nothing reads; and nothing is summed where no gradient is wanted."""
+    x, rows, scales, row_scales = random(6, 8), random(6, 8).requires_grad_(), torch.ones(3, 2, device=DEVICE), torch.ones(3, device=DEVICE)
+    graphs, seen = [], []
+    for used in (3, 2):
+        shared = 1 * rows
+        shared.register_hook(lambda grad, used=used: seen.append((used, grad)))
+        terms, y = share(shared, row_scales.requires_grad_()), x
+        for i in range(3):
+            deeper, _ = mlp_input(y, None, terms[i], scales[i])
+            y = deeper if i < used else y
+        graphs.append(y)
+    (2 * graphs[0] + graphs[1]).backward(torch.ones_like(x))
+    assert sorted(used for used, _ in seen) == [2, 3]
+    for used, grad in seen:
+        torch.testing.assert_close(grad, torch.full_like(x, 6.0 if used == 3 else 2.0))
+    torch.testing.assert_close(rows.grad, torch.full_like(x, 8.0))
+    uses = torch.tensor([3.0, 3.0, 2.0], device=DEVICE)
+    torch.testing.assert_close(row_scales.grad, rows.detach().float().sum() * uses, atol=1e-2, rtol=1e-2)
+    with torch.no_grad():
+        assert not mlp_input(x, x, share(rows, row_scales)[0], scales[0])[0].requires_grad
+
+
+def test_a_residual_scale_of_zero_stays_finite():
+    x, scales = random(5, 16).requires_grad_(), torch.tensor([0.0, 1.0], device=DEVICE, requires_grad=True)
+    out, normed = mlp_input(x, None, None, scales)
+    (out.sum() + normed.sum()).backward()                                # gradients that are expanded, not contiguous
+    assert out.eq(0).all() and normed.eq(0).all() and x.grad.eq(0).all() and scales.grad.eq(0).all()
+
+
+def test_residual_kernels_refuse_what_they_cannot_do():
+    x, one, two = random(6, 8), torch.ones((), device=DEVICE), torch.ones(2, device=DEVICE)
+    for name, call in (("x", lambda: mlp_input(x.T, None, None, two)), ("x", lambda: norm_fork(x.double())), ("x", lambda: norm_fork(x[0])),
+                       ("update", lambda: mlp_input(x, x[:5], None, two)), ("rows", lambda: mlp_input(x, x, Term(x.double(), one), two)),
+                       ("scale", lambda: mlp_input(x, x, Term(x, two), two)), ("scales", lambda: mlp_input(x, x, None, one)),
+                       ("scales", lambda: mlp_input(x, x, None, two.double())), ("scales", lambda: shared_rows([x], x, two)),
+                       (r"grads\[1\]", lambda: shared_rows([x, x[:2]], x, two))):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            call()
+    assert mlp_input(x[:0], None, None, two)[1].shape == norm_fork(x[:0])[0].shape == (0, 8)
 
 
 def test_stress_finds_what_is_wrong(monkeypatch):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from kernels import fp8_linear, mlp
+from kernels import fp8_linear, mlp, residual
 from kernels.attention import ATTENTION, choose_attention
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.qkv import qkv_heads, qkv_heads_twin
@@ -235,22 +235,23 @@ def test_fp8_linear_is_near_the_plain_product_and_honours_the_gradient():
 
 
 def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
-    """`MLP` adds in place to an output of `mlp_input`, which compiled code must not have kept for its backward."""
-    def whole(first, second):
+    """`MLP` adds in place to an output of `mlp_input`, which neither compiled code nor the kernel may have kept for its backward."""
+    def whole(share, first, second):
         x, bigram, *weights = (tensor.clone().requires_grad_() for tensor in inputs)
-        scales = torch.tensor([0.9, 1.1, 0.3], device=DEVICE, requires_grad=True)
-        residual, normed = first(x, x.sin(), bigram, scales[2], scales[:2].unbind())
-        out = second(residual, normed, *weights)
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, bigram, *weights, scales))]
+        scales, bigram_scales = (torch.tensor(values, device=DEVICE, requires_grad=True) for values in ([0.9, 1.1], [0.3]))
+        stream, normed = first(x, x.sin(), share(bigram, bigram_scales)[0], scales)
+        out = second(stream, normed, *weights)
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, bigram, *weights, scales, bigram_scales))]
 
     for name in ("relu_squared", "relu_squared_backward"):  # on GPUs the kernels take minutes to compile in float32
         monkeypatch.setattr(mlp, name, getattr(mlp, f"{name}_reference"))
     torch.manual_seed(0)
     inputs = [torch.randn(n, 16, device=DEVICE) for n in (48, 48, 64, 64)]
-    compiled = torch.compile(train_gpt.mlp_input, backend="aot_eager", fullgraph=True)
-    expected = whole(train_gpt.mlp_input, lambda *tensors: mlp.mlp_twin(*tensors, False))
-    for first in (compiled, train_gpt.mlp_input):
-        for found, wanted in zip(whole(first, mlp.MLP.apply), expected):
+    twins = residual.share_twin, residual.mlp_input_twin
+    compiled = [torch.compile(twin, backend="aot_eager", fullgraph=True) for twin in twins]
+    expected = whole(*twins, lambda *tensors: mlp.mlp_twin(*tensors, False))
+    for functions in (compiled, twins, (residual.share, residual.mlp_input)):
+        for found, wanted in zip(whole(*functions, mlp.MLP.apply), expected):
             torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
 
@@ -273,9 +274,9 @@ def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
 def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting, monkeypatch):
     """And a device without CUDA runs twins whatever is on."""
     monkeypatch.setattr(train_gpt, "has_mlp", lambda device: True)
-    twins = [twin for twin, _ in train_gpt.KERNELS.values()]
+    twins = [twin for pairs in train_gpt.KERNELS.values() for twin in pairs]
     config = replace(config, compile=False, **{name: name != setting for name in train_gpt.KERNELS})
-    expected = {twin: twin if name == setting else kernel for name, (twin, kernel) in train_gpt.KERNELS.items()}
+    expected = {twin: twin if name == setting else kernel for name, pairs in train_gpt.KERNELS.items() for twin, kernel in pairs.items()}
     assert train_gpt.compiled(config, torch.device("cuda"), *twins) == expected
     assert train_gpt.compiled(config, torch.device("cpu"), *twins) == {twin: twin for twin in twins}
 
@@ -312,6 +313,23 @@ def test_the_qkv_kernels_give_the_model_its_twins_gradients(trainer):
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for twin, kernel in zip(*results, strict=True):
         assert (kernel.float() - twin.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * twin.float().norm()
+
+
+@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False, "skip": False}], ids=str)
+def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
+    """Loss and the gradient of every parameter: rows that all layers share, streams that several layers read."""
+    trainer, results = train_gpt.Trainer(replace(config, **changes), train_gpt.World()), []
+    model, step = trainer.model, trainer.schedule.at(0)
+    awake(model)
+    batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
+    for kernels in ({}, train_gpt.KERNELS["fused_residual"]):
+        model.part = model.part | kernels
+        model.zero_grad(set_to_none=False)
+        loss, _ = model(batch, step)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for (name, _), twin, kernel in zip([("loss", None), *model.named_parameters()], *results):
+        assert (kernel - twin).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * twin.norm(), name
 
 
 SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "skip", "backout", "late_input", "yarn", "neuron_norm",

@@ -11,7 +11,6 @@ from conftest import ROOT, TINY, environment
 import train_gpt
 from kernels.master_weight import master_weight, store_master_weight
 from kernels.coefficients import polar_express
-from kernels.embedding import embedding, embedding_twin
 from kernels.newton_schulz import newton_schulz_reference
 
 
@@ -328,12 +327,15 @@ def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
     assert torch.cuda.memory_stats()["num_device_alloc"] == before
 
 
-@pytest.mark.parametrize("lookup", [embedding_twin, embedding], ids=["dense", "by rows"])
-@pytest.mark.parametrize("index, samples", [(1, 0), (5, 0), (5, 64)])
-def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, lookup, index, samples):
+SUMMED = [(1, 0), (5, 0), (5, 64)]                                      # step, samples of the softmax
+
+
+@pytest.mark.parametrize("setting, index, samples", [*(("", *case) for case in SUMMED), *(("fused_embedding", *case) for case in SUMMED),
+                                                     ("fused_residual", 1, 0)])
+def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, setting, index, samples):
     """Tied and not: what a reduce-scatter is given, in the middle of the backward pass, is what stands there at its end."""
     trainer = train_gpt.Trainer(replace(config, micro_batches=2, batch_tokens=(256, 256, 256), softmax_samples=samples), train_gpt.World())
-    trainer.model.part[embedding_twin] = lookup
+    trainer.model.part |= train_gpt.KERNELS.get(setting, {})
     step, given, layers = trainer.schedule.at(index), {}, []
     start = trainer.optimizer.gradients_complete
     monkeypatch.setattr(trainer.optimizer, "gradients_complete", lambda layer: layers.append(layer) or start(layer))

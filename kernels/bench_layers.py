@@ -1,0 +1,95 @@
+"""The cases of kernels.bench that stand between the large products of a layer: heads, residual, the FP8 MLP's scales."""
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kernels import fp8_scales, qkv, residual
+from kernels.bench_cases import Case, leaf, random
+
+LAYERS = 11
+
+
+def heads_gradients(function: Callable) -> Callable:
+    def run(*inputs) -> tuple:
+        leaves = {i: leaf(inputs[i]) for i in (0, 4, 5, 6) if inputs[i] is not None}
+        out = function(*(leaves.get(i, x) for i, x in enumerate(inputs[:-3])))
+        return *(x.detach() for x in out), *torch.autograd.grad(out, tuple(leaves.values()), inputs[-3:])
+    return run
+
+
+def heads_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
+    def inputs(tokens: int, key_offset: bool, value: bool) -> tuple:
+        is_start, (cos, sin) = torch.arange(tokens, device="cuda") % 512 == 0, random(2, tokens, head_dim // 4).float()
+        gates = (random(tokens, 6), random(tokens, heads * head_dim), random(heads, 12).float()) if value else (None, None, None)
+        return (random(tokens, 3 * heads * head_dim), cos, sin, is_start, *gates, head_dim, key_offset, *random(3, tokens, heads, head_dim))
+
+    for tokens in (16384, 49152):
+        for name, *has in (("", False, False), (", key offset", True, False), (", value rows", False, True)):
+            yield Case("from QKV to attention, both ways" + name, f"{tokens} × 3 × {heads} × {head_dim}", partial(inputs, tokens, *has),
+                       qkv.qkv_heads, qkv.qkv_heads_twin, 0.0, 2.0 * tokens * heads * head_dim * (17 if has[1] else 14),
+                       exact=heads_gradients(qkv.qkv_heads_twin), wrap=heads_gradients)
+
+
+def into_the_mlp(enter: Callable, share: Callable) -> Callable:
+    def run(x: Tensor, update: Tensor, rows: Tensor, row_scales: Tensor, scales: Tensor, *_) -> tuple[Tensor, Tensor]:
+        return enter(x, update, share(rows, row_scales)[0], scales)
+    return run
+
+
+def gradients(function: Callable, inputs: int) -> Callable:
+    """Of the first `inputs` arguments, from gradients of both results, which come last.
+
+    Scales' are made, but not returned to be checked: sums of random numbers that nearly cancel, right by luck on either side.
+    """
+    def run(*tensors: Tensor) -> tuple:
+        leaves = [leaf(x) for x in tensors[:inputs]]
+        found = torch.autograd.grad(function(*leaves, *tensors[inputs:]), leaves, tensors[-2:])
+        return tuple(x for x in found if x.dim() == 2)
+    return run
+
+
+def residual_cases(width: int = 768) -> Iterator[Case]:
+    kernel, twin = into_the_mlp(residual.mlp_input, residual.share), into_the_mlp(residual.mlp_input_twin, residual.share_twin)
+
+    def inputs(n: int) -> tuple:
+        scales = torch.tensor([0.05], device="cuda"), torch.tensor([1.05, 0.95], device="cuda")
+        return *(random(n, width) for _ in range(3)), *scales, random(n, width), random(n, width)
+
+    def shared_inputs(n: int) -> tuple:
+        rows = random(n, width)
+        return random(LAYERS, n, width) + rows / 2, rows, torch.rand(LAYERS, device="cuda") + 0.5
+
+    def shared(function: Callable) -> Callable:
+        return lambda grads, rows, scales, **tuned: function(grads.unbind(), rows, scales, **tuned)
+
+    def fork(x: Tensor, *_) -> tuple[Tensor, Tensor]:
+        return residual.norm_fork(x)
+
+    def fork_twin(x: Tensor, *_) -> tuple[Tensor, Tensor]:
+        return residual.norm_fork_twin(x)
+
+    into, beside = partial(gradients, inputs=5), partial(gradients, inputs=1)
+    for n in (16384, 49152):
+        shape, one = f"{n} × {width}", 2.0 * n * width
+        yield Case("into the MLP", shape, partial(inputs, n), kernel, twin, 0.0, 5 * one)
+        yield Case("into the MLP, both ways, one layer", shape, partial(inputs, n), kernel, twin, 0.0, 12 * one, wrap=into,
+                   exact=into(twin))
+        yield Case("norm beside the residual, both ways", shape, lambda n=n: tuple(random(n, width) for _ in range(3)),
+                   fork, fork_twin, 0.0, 6 * one, wrap=beside, exact=beside(fork_twin))
+        yield Case(f"shared row's gradient, {LAYERS} layers", shape, partial(shared_inputs, n), shared(residual.shared_rows),
+                   shared(residual.shared_rows_reference), 0.0, (LAYERS + 2) * one, configs=residual.SHARED_CONFIGS)
+
+
+def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterator[Case]:
+    def gradient_inputs() -> tuple:
+        return random(n, width), torch.tensor(0.01, device="cuda"), torch.tensor(9.0, device="cuda")
+
+    yield Case("FP8 scales of the MLP's weights", f"{hidden} × {width}", lambda: (random(hidden, width), random(hidden, width)),
+               fp8_scales.weight_scales, fp8_scales.weight_scales_twin, 0.0, 4.0 * hidden * width, configs=fp8_scales.CONFIGS)
+    yield Case("FP8 scales of a gradient", f"{n} × {width}", gradient_inputs, fp8_scales.gradient_scales,
+               fp8_scales.gradient_scales_twin, 0.0, 2.0 * n * width, configs=fp8_scales.CONFIGS)
+
+
+CASES = (heads_cases, residual_cases, scales_cases)

@@ -1,0 +1,241 @@
+"""y = a (x + update + b row) gives c y and y / rms(y), in one pass; and back: one gradient for x and update, in one pass.
+
+Between attention and MLP a layer adds to the residual what attention gave and a row that all layers share, each with a b of its
+own. As a scales all three, x and update have the same gradient, written once. Backward reads y from its normed self, which the
+MLP keeps anyway, and one number a token: 3 tensors in, 1 out, where x, update and row would make 5 in.
+
+The shared row's gradient is Σ b_i grad_i over the layers, and that of b_i is Σ row · grad_i, where grad_i is what layer i returned
+for x. Layers therefore only leave grad_i behind (`Term`), and when the last has run, one kernel reads row and all of them: 13
+tensors cross memory for 11 layers, where adding layer by layer moves 32 and rounds each sum.
+
+`norm_fork` is the same two kernels for norm(x) and x: the gradients of both meet in the kernel, not in an addition after it.
+Sums of scales are exact in their order: no atomics, repeated runs are bit-equal. Times: README.md.
+"""
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.backend import check, tl, triton
+
+# (tokens a tile, warps, programs a multiprocessor) of both kernels; the first is used.
+CONFIGS = [(1, 4, 12), (1, 4, 8), (1, 2, 16), (2, 4, 8), (2, 8, 6), (4, 8, 4)]
+SHARED_CONFIGS = [(4096, 4), (2048, 4), (4096, 8), (8192, 8)]            # (elements a tile, warps) of the shared row's kernel
+EPS = torch.finfo(torch.float32).eps                                     # of F.rms_norm, which computes in float32
+
+
+class Term(NamedTuple):
+    """What one layer adds to its residual: scale · rows."""
+    rows: Tensor  # (n, width), the same for all layers
+    scale: Tensor  # 0-dim float32
+    grads: list[Tensor | None] | None = None  # where each layer's kernel leaves its gradient; None where only the twin runs
+    layer: int = 0  # its place there
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def share_twin(rows: Tensor, scales: Tensor) -> list[Term]:
+    """Plain PyTorch twin of `share`."""
+    return [Term(rows, scale) for scale in scales.unbind()]
+
+
+def mlp_input_twin(x: Tensor, update: Tensor | None, term: Term | None, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch twin of `mlp_input`."""
+    x = x if update is None else x + update
+    x = scales[0] * (x if term is None else x + term.scale * term.rows)
+    return scales[1] * x, norm(x)
+
+
+def norm_fork_twin(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch twin of `norm_fork`."""
+    return norm(x), x
+
+
+def shared_rows_reference(grads: list[Tensor], rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch twin of `shared_rows`."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = sum(scale * grad.to(wide) for scale, grad in zip(scales, grads)).to(rows.dtype)
+    return total, torch.stack([(rows.to(wide) * grad).sum() for grad in grads]).to(scales.dtype)
+
+
+@triton.jit
+def residual_kernel(x_ptr, update_ptr, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, norm_ptr, rms_ptr, n, width, eps,
+                    ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)[None, :]
+    at, inside = row.to(tl.int64)[:, None] * width + column, (row < n)[:, None] & (column < width)
+    y = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if update_ptr is not None:
+        y += tl.load(update_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if rows_ptr is not None:
+        y += tl.load(rows_scale_ptr) * tl.load(rows_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if scales_ptr is not None:
+        y *= tl.load(scales_ptr)
+        tl.store(out_ptr + at, (tl.load(scales_ptr + 1) * y).to(out_ptr.dtype.element_ty), mask=inside)
+    rms = tl.sqrt(tl.sum(y * y, axis=1) / width + eps)
+    tl.store(norm_ptr + at, (y / rms[:, None]).to(norm_ptr.dtype.element_ty), mask=inside)
+    tl.store(rms_ptr + row, rms, mask=row < n)
+
+
+@triton.jit
+def residual_backward_kernel(out_grad_ptr, norm_grad_ptr, norm_ptr, rms_ptr, scales_ptr, grad_ptr, sums_ptr, n, width,
+                             ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr):
+    a, c = 1.0, 1.0
+    if scales_ptr is not None:
+        a, c = tl.load(scales_ptr), tl.load(scales_ptr + 1)
+    column = tl.arange(0, COLUMNS)[None, :]
+    sums_a, sums_c = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(n, ROWS), PROGRAMS):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        at, inside = row.to(tl.int64)[:, None] * width + column, (row < n)[:, None] & (column < width)
+        normed = tl.load(norm_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        norm_grad = tl.load(norm_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        out_grad = tl.load(out_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        rms = tl.load(rms_ptr + row, mask=row < n, other=1.0)[:, None]
+        along = tl.sum(norm_grad * normed, axis=1)[:, None] / width
+        grad = c * out_grad + (norm_grad - along * normed) / rms         # of y
+        tl.store(grad_ptr + at, (a * grad).to(grad_ptr.dtype.element_ty), mask=inside)
+        if scales_ptr is not None:
+            y = normed * rms
+            sums_a += grad * y
+            sums_c += out_grad * y
+    if scales_ptr is not None:                                           # ∂/∂a = Σ grad · y / a: 0 where a and with it y is 0
+        tl.store(sums_ptr + 2 * tl.program_id(0), tl.sum(sums_a) / tl.where(a == 0, 1.0, a))
+        tl.store(sums_ptr + 2 * tl.program_id(0) + 1, tl.sum(sums_c))
+
+
+@triton.jit
+def shared_rows_kernel(grads, rows_ptr, scales_ptr, out_ptr, sums_ptr, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.load(rows_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for i in tl.static_range(len(grads)):
+        grad = tl.load(grads[i] + at, mask=at < size, other=0.0).to(tl.float32)
+        total += tl.load(scales_ptr + i) * grad
+        tl.store(sums_ptr + tl.program_id(0) * len(grads) + i, tl.sum(rows * grad))
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
+
+
+def _check(x: Tensor, scales: Tensor | None, **others: Tensor | None) -> None:
+    check(x.ndim == 2 and x.is_contiguous() and x.shape[1] <= 8192 and x.dtype in (torch.bfloat16, torch.float16, torch.float32),
+          "x", x, "contiguous, (n, width <= 8192) in bf16, fp16 or float32")
+    for name, tensor in others.items():
+        check(tensor is None or tensor.shape == x.shape and tensor.dtype == x.dtype and tensor.is_contiguous(), name, tensor, "like x")
+    check(scales is None or scales.shape == (2,) and scales.dtype == torch.float32 and scales.is_contiguous(), "scales", scales,
+          "two float32")
+
+
+def residual(x: Tensor, update: Tensor | None = None, term: Term | None = None, scales: Tensor | None = None,
+             tuned: tuple[int, int, int] | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
+    """c y (None without `scales`) and norm(y), like x (n, width), and rms(y) (n,) float32; without scales y = x + ..."""
+    rows, b = (None, None) if term is None else term[:2]
+    _check(x, scales, update=update, rows=rows)
+    check(b is None or b.numel() == 1 and b.dtype == torch.float32, "scale", b, "one float32")
+    (n, width), (tile, warps, _) = x.shape, tuned or CONFIGS[0]
+    out, normed, rms = None if scales is None else torch.empty_like(x), torch.empty_like(x), x.new_empty(n, dtype=torch.float32)
+    if x.numel():
+        residual_kernel[triton.cdiv(n, tile),](x, update, rows, b, scales, out, normed, rms, n, width, EPS, ROWS=tile,
+                                               COLUMNS=triton.next_power_of_2(width), num_warps=warps)
+    return out, normed, rms
+
+
+def residual_backward(out_grad: Tensor, norm_grad: Tensor, normed: Tensor, rms: Tensor, scales: Tensor | None = None,
+                      tuned: tuple[int, int, int] | None = None) -> tuple[Tensor, Tensor | None]:
+    """The gradient of x, and of update, like `normed` (n, width), and that of `scales`, (2,) float32, if given."""
+    out_grad, norm_grad = out_grad.contiguous(), norm_grad.contiguous()
+    _check(normed, scales, out_grad=out_grad, norm_grad=norm_grad)
+    (n, width), (tile, warps, programs) = normed.shape, tuned or CONFIGS[0]
+    programs *= torch.cuda.get_device_properties(normed.device).multi_processor_count if normed.is_cuda else 1
+    programs = min(programs, triton.cdiv(n, tile))
+    grad = torch.empty_like(normed)
+    sums = None if scales is None else scales.new_empty(programs, 2)
+    if normed.numel():
+        residual_backward_kernel[programs,](out_grad, norm_grad, normed, rms, scales, grad, sums, n, width, ROWS=tile,
+                                            COLUMNS=triton.next_power_of_2(width), PROGRAMS=programs, num_warps=warps)
+    return grad, None if sums is None else sums.sum(0)
+
+
+def shared_rows(grads: list[Tensor], rows: Tensor, scales: Tensor, tuned: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
+    """Σ scales[i] grads[i], like rows (n, width), rounded once, and the dot products of rows with each of grads, (k,) float32."""
+    _check(rows, None, **{f"grads[{i}]": grad for i, grad in enumerate(grads)})
+    check(scales.shape == (len(grads),) and scales.dtype == torch.float32 and scales.is_contiguous(), "scales", scales,
+          f"({len(grads)},) float32")
+    block, warps = tuned or SHARED_CONFIGS[0]
+    tiles = triton.cdiv(rows.numel(), block)
+    out, sums = torch.empty_like(rows), scales.new_empty(tiles, len(grads))
+    if tiles:
+        shared_rows_kernel[tiles,](tuple(grads), rows, scales, out, sums, rows.numel(), BLOCK=block, num_warps=warps)
+    return out, sums.sum(0)
+
+
+class Share(torch.autograd.Function):
+    """Identity; its backward runs when all layers have delivered for `rows`, though what they deliver is None."""
+    @staticmethod
+    def forward(ctx, rows: Tensor, scales: Tensor, grads: list[Tensor | None]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(rows, scales)
+        ctx.grads = grads
+        return rows
+
+    @staticmethod
+    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        rows, scales = ctx.saved_tensors
+        total, sums = shared_rows([torch.zeros_like(rows) if g is None else g for g in ctx.grads], rows, scales)
+        ctx.grads[:] = [None] * len(ctx.grads)
+        return total if grad is None else total + grad, sums, None
+
+
+def share(rows: Tensor, scales: Tensor) -> list[Term]:
+    """For each of the layers, whose `scales` (layers,) float32 are, what it passes to `mlp_input`; rows (n, width).
+
+    The gradients of both come from here alone: other uses of a `Term` than by `mlp_input` give `scales` none.
+    """
+    grads: list[Tensor | None] = [None] * len(scales)
+    rows = Share.apply(rows, scales, grads)
+    return [Term(rows, scale, grads, layer) for layer, scale in enumerate(scales.detach().unbind())]
+
+
+class MLPInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, update: Tensor | None, rows: Tensor | None, term: Term | None, scales: Tensor) -> tuple[Tensor, Tensor]:
+        out, normed, rms = residual(x, update, term, scales)
+        ctx.save_for_backward(normed, rms, scales)
+        ctx.updated, ctx.left = update is not None, None if term is None else term[2:]
+        return out, normed
+
+    @staticmethod
+    def backward(ctx, out_grad: Tensor, norm_grad: Tensor) -> tuple[Tensor | None, ...]:
+        normed, rms, scales = ctx.saved_tensors
+        grad, sums = residual_backward(out_grad, norm_grad, normed, rms, scales)
+        if ctx.left is not None:
+            grads, layer = ctx.left
+            grads[layer] = grad
+        return grad, grad if ctx.updated else None, None, None, sums
+
+
+def mlp_input(x: Tensor, update: Tensor | None, term: Term | None, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual that passes the MLP by, c y, and what the MLP sees, norm(y), where y = a (x + update + term).
+
+    x, update (n, width) contiguous; `term` from `share`; `scales` (2,) float32: a and c. The first result may be written over.
+    """
+    return MLPInput.apply(x, update, None if term is None else term.rows, term, scales)
+
+
+class NormFork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor]:
+        _, normed, rms = residual(x)
+        ctx.save_for_backward(normed, rms)
+        return normed, x
+
+    @staticmethod
+    def backward(ctx, norm_grad: Tensor, out_grad: Tensor) -> Tensor:
+        return residual_backward(out_grad, norm_grad, *ctx.saved_tensors)[0]
+
+
+def norm_fork(x: Tensor) -> tuple[Tensor, Tensor]:
+    """norm(x) and x (n, width), contiguous, whose gradients are added where the norm's is made."""
+    return NormFork.apply(x)
