@@ -60,38 +60,28 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer has. The forward pass walks a tuple of these; layer numbers stand nowhere else.
-
-    Every layer has an MLP. `attends_to` and `skip_from` name an earlier layer whose output is read again.
-    """
-    attention: bool = True
+    """What one layer has beside attention and an MLP. The forward pass walks a tuple of these; layer numbers stand nowhere else."""
     long_window: bool = False           # the long attention window, and with it the key offset
     value_embedding: bool = False       # a table of its own, one row a token, added to V through a gate
-    attends_to: int | None = None       # attention reads that layer's output in place of the running residual
-    skip_from: int | None = None        # in place of attention: that layer's output, gated
-    paired: bool = False                # with `paired_heads`: two heads' queries attend to the keys of both
+    attends_to: int | None = None       # attention reads that earlier layer's output in place of the running residual
 
 
 SPEEDRUN_LAYERS = (
-    Layer(paired=True),
-    Layer(value_embedding=True),
-    Layer(value_embedding=True, paired=True),
-    Layer(long_window=True),
     Layer(),
-    Layer(paired=True),
-    Layer(attention=False, skip_from=3),
+    Layer(value_embedding=True),
+    Layer(value_embedding=True),
+    Layer(long_window=True),
     Layer(),                                                             # its output is also subtracted before the head
-    Layer(value_embedding=True, attends_to=7),
-    Layer(value_embedding=True, attends_to=7, paired=True),
-    Layer(value_embedding=True, attends_to=7, long_window=True),
+    Layer(value_embedding=True, attends_to=4),
+    Layer(value_embedding=True, attends_to=4),
+    Layer(value_embedding=True, attends_to=4, long_window=True),
 )
 
-CPU_LAYERS = (                                                           # every part of the table above, in 5 layers
-    Layer(value_embedding=True, paired=True),
+CPU_LAYERS = (                                                           # every part of the table above, in 4 layers
+    Layer(value_embedding=True),
     Layer(long_window=True),
-    Layer(attention=False, skip_from=1),
     Layer(),
-    Layer(value_embedding=True, attends_to=2, long_window=True),
+    Layer(value_embedding=True, attends_to=1, long_window=True),
 )
 
 
@@ -112,7 +102,7 @@ class Config:
 
     # Model
     layers: tuple[Layer, ...] = SPEEDRUN_LAYERS
-    backout_layer: int = 7              # part of this layer's output is subtracted before the head
+    backout_layer: int = 4              # part of this layer's output is subtracted before the head
     width: int = 768
     head_dim: int = 128
     rotary_share: float = 0.5           # of each head has a position, the rest has none
@@ -125,10 +115,8 @@ class Config:
     attention_gates: bool = True
     smear: bool = True                  # each token's embedding adds a gated share of the previous one's
     key_offset: bool = True             # long windows: the position-free half of K comes from the token before
-    skip: bool = True
     backout: bool = True
     late_input: bool = True             # honour `Layer.attends_to`
-    paired_heads: bool = False          # honour `Layer.paired`
 
     # Schedule
     steps: int = 1270                   # over the stages
@@ -146,7 +134,7 @@ class Config:
     cooldown: float = 0.6               # share of the steps over which the learning rate falls linearly ...
     final_lr: float = 0.15              # ... to this share of itself
     adam_every: int = 2                 # steps whose gradients one Adam update takes together
-    softmax_samples: int = 0            # tokens whose logits a micro-batch computes beside its own targets'; 0: all
+    softmax_samples: int = 8192         # tokens whose logits a micro-batch computes beside its own targets'; 0: all
 
     # Optimizer
     muon_lr: float = 0.023
@@ -176,7 +164,7 @@ class Config:
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
-    fused_residual: bool = True         # what enters attention and MLP, and the sum of its gradients,
+    fused_residual: bool = False        # what enters attention and MLP, and the sum of its gradients,
     fused_orthogonalisation: bool = True        # Newton-Schulz,
     fused_qkv: bool = False             # what stands between the product Q, K, V and attention; not yet measured
     fused_row_update: bool = False      # update of the bigram table, of only the rows read; not yet measured
@@ -204,13 +192,15 @@ class Config:
 SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb"))
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # The same on 190 M tokens: fewer steps, and all of a cut document, or a second epoch would begin before the end, at 0.1 of loss.
-    "corpus": replace(SPEEDRUN, preset="corpus", steps=690, epochs=2, keep_tails=True, data_path=""),
+    # The same on 190 M tokens and 4 GPUs: half the batches, and all of a cut document, or a second epoch would begin before the end,
+    # at 0.1 of loss.
+    "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
+                      steps=1376, extra_steps=30, momentum_warmup=600, momentum_cooldown=100, epochs=2, keep_tails=True, data_path=""),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
         micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, bigram_rows=16_384,
         steps=150, extra_steps=10, batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), window_block=32,
-        windows=((1, 3), (3, 7), (5, 11)), momentum_warmup=100, momentum_cooldown=20,
+        windows=((1, 3), (3, 7), (5, 11)), softmax_samples=0, momentum_warmup=100, momentum_cooldown=20,
         val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
 }
 
@@ -275,8 +265,6 @@ def check_config(config: Config) -> None:
                         "a chunk holds whole sequences: raise it or lower the other")
     if config.steps < stages or config.extra_steps < 0:
         raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for each of {stages} stages")
-    if config.paired_heads and config.heads % 2:
-        raise UserError(f"--paired_heads true: {config.heads} heads of --head_dim {config.head_dim} do not make pairs")
     if config.softmax_samples < 0:
         raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, 0 for all")
     if config.attention not in ("auto", *ATTENTION):
@@ -453,11 +441,6 @@ def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tens
     return F.linear(y.flatten(1), weight[3 * width:] * scale)
 
 
-def gated_skip(x: Tensor, skipped: Tensor, gate: Tensor, scale: Tensor) -> Tensor:
-    """An earlier layer's output (n, width), through one gate a token."""
-    return skipped * (2 * scale * torch.sigmoid(x[:, :len(gate)] @ gate.type_as(x)))[:, None].type_as(x)
-
-
 def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
     """What the head sees (n, width): the normed residual, less a share of an earlier layer's output."""
     return norm(x if early is None else x - backout * early)
@@ -499,16 +482,12 @@ class GPT(nn.Module):
         self.fp8 = config.fp8 and has_fp8(device)
         long_windows = [*(long for _, long in config.windows), config.final_windows[1], config.val_window]
         longest = max(config.val_chunk, *(tokens // config.micro_batches for tokens in config.batch_tokens))
-        self.rotary = rotary_tables([w * config.window_block for w in long_windows], longest * (2 if config.paired_heads else 1),
-                                    int(config.head_dim * config.rotary_share), config.rotary_base, config.attention_scale,
-                                    config.yarn, device)
+        self.rotary = rotary_tables([w * config.window_block for w in long_windows], longest, int(config.head_dim * config.rotary_share),
+                                    config.rotary_base, config.attention_scale, config.yarn, device)
         self.loss_weights = torch.ones(3, device=device)
         layers, width, heads = config.layers, config.width, config.heads
-        attention = [i for i, layer in enumerate(layers) if layer.attention]
         valued = [i for i, layer in enumerate(layers) if layer.value_embedding and config.value_embeddings]
-        # Which matrix, table or gate of the stacks below belongs to a layer.
-        self.attention_index = {layer: i for i, layer in enumerate(attention)}
-        self.value_index = {layer: i for i, layer in enumerate(valued)}
+        self.value_index = {layer: i for i, layer in enumerate(valued)}  # which table and gate belong to a layer
 
         def table(rows: int, columns: int = width) -> nn.Parameter:
             return nn.Parameter(torch.empty(rows, columns, device=device, dtype=self.dtype))
@@ -516,34 +495,32 @@ class GPT(nn.Module):
         def small(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(*shape, device=device))      # float32: few, and their updates are small
 
-        bank = torch.empty(len(attention) + 2 * len(layers), 4 * width, width, device=device, dtype=self.dtype)
+        bank = torch.empty(3 * len(layers), 4 * width, width, device=device, dtype=self.dtype)
         self.bank = nn.ParameterList(nn.Parameter(matrix) for matrix in bank)
         self.head, self.embedding = table(config.padded_vocab), table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
         self.bigram_table = table(config.bigram_rows, width // world.size) if config.bigram_rows else None     # this rank's columns
         self.register_buffer("bigram_signs", torch.empty(config.bigram_signs, width, device=device, dtype=torch.int8)
                              if config.bigram_rows and config.bigram_signs else None)
-        self.attention_scalars = small(len(attention), 2)                # of Q, K, V and of O
+        self.attention_scalars = small(len(layers), 2)                   # of Q, K, V and of O
         self.residual_scalars = small(len(layers), 2)                    # of the two sub-layers
         self.bigram_scalars = small(len(layers))
-        self.scalars = small(3)                                          # smear, skip, backout
+        self.scalars = small(2)                                          # smear, backout
         self.smear_gate = small(config.gate_channels) if config.smear else None
-        self.skip_gate = small(config.gate_channels)
-        self.attention_gates = small(len(attention), heads, config.gate_channels) if config.attention_gates else None
+        self.attention_gates = small(len(layers), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
         self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, share_twin, norm_fork_twin, attention_inputs,
-                             qkv_heads_twin, attention_output, gated_skip, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
+                             qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twin's FP8 is there to compare with
 
     @torch.no_grad()
     def initialise(self) -> None:
         """Initial values from the seed alone, drawn on the device; the same on every rank."""
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
-        width, attention = self.config.width, len(self.attention_index)
-        bound = 3 ** 0.5 * 0.5 * width ** -0.5
+        layers, bound = len(self.config.layers), 3 ** 0.5 * 0.5 * self.config.width ** -0.5
         for i, matrix in enumerate(self.bank):
-            if i < attention or (i - attention) % 2 == 0:                # Q, K, V, O and MLP-in; MLP-out starts at zero
+            if i < layers or (i - layers) % 2 == 0:                      # Q, K, V, O and MLP-in; MLP-out starts at zero
                 matrix.uniform_(-bound, bound, generator=generator)
             else:
                 matrix.zero_()
@@ -557,7 +534,7 @@ class GPT(nn.Module):
         self.residual_scalars.fill_(growth)
         self.attention_scalars.copy_(torch.tensor([0.5, 1.0 / growth]))
         self.bigram_scalars.fill_(0.05 / growth)
-        self.scalars.copy_(torch.tensor([0.0, 0.2 / growth, 0.5]))
+        self.scalars.copy_(torch.tensor([0.0, 0.5]))
         if self.bigram_signs is not None:                                # a stream of their own: they depend on no other setting
             signs = torch.Generator(self.device).manual_seed(self.config.seed)
             self.bigram_signs.random_(2, generator=signs).mul_(2).sub_(1)
@@ -575,7 +552,7 @@ class GPT(nn.Module):
         return sum(p.numel() * (1 + others * (p is self.bigram_table)) for p in self.parameters())
 
     def mlp_weights(self, layer: int) -> tuple[Tensor, Tensor]:
-        first = len(self.attention_index) + 2 * layer
+        first = len(self.config.layers) + 2 * layer
         return self.bank[first], self.bank[first + 1]
 
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None) -> tuple[Tensor, Tensor]:
@@ -588,7 +565,7 @@ class GPT(nn.Module):
         is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
         is_start = is_start.index_fill_(0, batch.boundaries.long(), True)[:n]
         cos, sin, attention_scale = self.rotary[step.windows[1] * config.window_block]
-        smear, skip, backout = self.scalars.unbind()
+        smear, backout = self.scalars.unbind()
         scales, residuals, value_gates = (x.unbind() for x in (self.attention_scalars, self.residual_scalars, self.value_gates))
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
 
@@ -608,27 +585,19 @@ class GPT(nn.Module):
                 bigram = run[sign_rows](bigram, batch.tokens, is_start, self.bigram_signs)
             terms = run[share_twin](bigram, self.bigram_scalars)
         for i, layer in enumerate(config.layers):
-            update = None
             reached(i, streams[i])
-            if layer.attention:
-                a, v = self.attention_index[i], self.value_index.get(i)
-                source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
-                if source not in normed:
-                    normed[source], streams[source] = run[norm_fork_twin](streams[source])
-                value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-                scale_qkv, scale_out = scales[a].unbind()
-                pair = 2 if config.paired_heads and layer.paired else 1  # a pair of heads is one of twice the tokens
-                qkv, gate, seen = run[attention_inputs](normed[source], self.bank[a], scale_qkv, gates[a],
-                                                        None if v is None else config.gate_channels // 2)
-                q, k, values = run[qkv_heads_twin](qkv, cos[:pair * n], sin[:pair * n], is_start, seen, value_row, value_gate,
-                                                   config.head_dim, config.key_offset and layer.long_window)
-                window = step.windows[layer.long_window] * config.window_block
-                y = self.attend(*(heads.view(pair * n, -1, config.head_dim) for heads in (q, k, values)),
-                                batch.boundaries if pair == 1 else 2 * batch.boundaries,
-                                pair * batch.max_length, pair * window, attention_scale).view_as(values)
-                update = run[attention_output](y, gate, self.bank[a], scale_out)
-            elif layer.skip_from is not None and config.skip:
-                update = run[gated_skip](streams[i], streams[layer.skip_from + 1], self.skip_gate, skip)
+            source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
+            if source not in normed:
+                normed[source], streams[source] = run[norm_fork_twin](streams[source])
+            v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
+            value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
+            qkv, gate, seen = run[attention_inputs](normed[source], self.bank[i], scale_qkv, gates[i],
+                                                    None if v is None else config.gate_channels // 2)
+            q, k, values = run[qkv_heads_twin](qkv, cos[:n], sin[:n], is_start, seen, value_row, value_gate,
+                                               config.head_dim, config.key_offset and layer.long_window)
+            y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
+                            attention_scale)
+            update = run[attention_output](y, gate, self.bank[i], scale_out)
             x, normed_x = run[mlp_input_twin](streams[i], update, terms[i], residuals[i])
             streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), self.fp8_mlp))    # the kernel writes over x
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
@@ -646,7 +615,7 @@ class GPT(nn.Module):
         """
         weights = sum(m.numel() for m in self.bank) + (columns or len(self.head)) * self.config.width
         reach = sum(min(step.windows[layer.long_window] * self.config.window_block, step.sequence_length)
-                    * (2 if self.config.paired_heads and layer.paired else 1) for layer in self.config.layers if layer.attention)
+                    for layer in self.config.layers)
         return 6 * weights + 12 * self.config.width * reach
 
 
@@ -678,8 +647,8 @@ class Group:
 
 def parameter_groups(model: GPT, config: Config) -> list[Group]:
     """Which parameters get which algorithm, rate and decay: the one table of the optimizer."""
-    last, attention, valued = len(config.layers), list(model.attention_index), list(model.value_index)
-    matrices, both = len(attention), [layer for layer in range(last) for _ in range(2)]
+    last, valued = len(config.layers), list(model.value_index)
+    each, both = list(range(last)), [layer for layer in range(last) for _ in range(2)]
 
     def adam(name: str, params: list, layers: list[int], lr: float, betas: tuple[float, float], decay: float = 0.0, **more) -> Group:
         params = [p for p in params if p is not None and p.numel()]
@@ -700,10 +669,9 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
                           model.scalars],                                           5.0,  (0.90, 0.99)),
         small("residual scalars", [model.residual_scalars],                         5.0,  (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                                     0.01, (0.90, 0.99)),
-        small("gates", [model.attention_gates, model.value_gates,
-                        model.skip_gate],                                           1.0,  (0.90, 0.99)),
-        normuon("attention", list(model.bank[:matrices]), attention, [1.0] * matrices, squares=True),
-        normuon("mlp", list(model.bank[matrices:]), both, [2.0, 4.0] * last, squares=False),         # MLP-in 2, MLP-out 4
+        small("gates", [model.attention_gates, model.value_gates],                  1.0,  (0.90, 0.99)),
+        normuon("attention", list(model.bank[:last]), each, [1.0] * last, squares=True),
+        normuon("mlp", list(model.bank[last:]), both, [2.0, 4.0] * last, squares=False),         # MLP-in 2, MLP-out 4
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
         adam("value tables", list(model.value_tables),                  valued,     75.0, (0.75, 0.95),  5.0),

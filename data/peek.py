@@ -24,10 +24,11 @@ from data.vocabulary import BytePairs, Bytes, load_vocabulary
 TEXT_LENGTH = 400  # characters shown of a document
 # What the schedules of train_gpt.py want: {tokens a document is cut to: tokens of sequences}, by preset, by start token.
 SCHEDULES = {
-    50256: {preset: {896: steps * 131_072 // 3, 2048: steps * (262_144 + 393_216) // 3 + 15 * 393_216}
-            for preset, steps in {"speedrun": 1270, "corpus": 690}.items()},
+    50256: {"speedrun": {896: 1270 * 131_072 // 3, 2048: 1270 * (262_144 + 393_216) // 3 + 15 * 393_216},
+            "corpus": {896: 1376 * 65_536 // 3, 2048: 1376 * (131_072 + 196_608) // 3 + 30 * 196_608}},
     256: {"cpu": {256: 50 * 2048, 512: 50 * 3072 + 60 * 4096}},
 }
+KEEP_TAILS = {"corpus"}             # presets that train on what a cut leaves over, too
 
 
 class Shard(NamedTuple):
@@ -87,7 +88,7 @@ def schedule_fit(lengths: np.ndarray, total: int, bos: int) -> str:
     """
     lines = []
     for preset, schedule in SCHEDULES.get(bos, SCHEDULES[256]).items():
-        left = {cut: np.minimum(lengths, cut).sum() / total for cut in schedule}
+        left = {cut: 1.0 if preset in KEEP_TAILS else np.minimum(lengths, cut).sum() / total for cut in schedule}
         taken = sum(wanted / left[cut] for cut, wanted in schedule.items())
         setting = "" if bos in SCHEDULES else f" --vocab_size {bos + 1}"
         cuts = ", ".join(f"{cut:,} leaves {share:.1%}" for cut, share in left.items())

@@ -292,9 +292,9 @@ def mlp_inputs(tokens: int, width: int, hidden: int) -> list[torch.Tensor]:
 
 def test_mlp_function_is_its_twin():
     inputs = mlp_inputs(150, 40, 72)
-    for residual in (None, inputs[3].flip(0)):
-        exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False, None if residual is None else residual.double())
-        results = (mlp_results(function, *inputs, False, residual) for function in (mlp, mlp_twin))
+    for start in (None, inputs[3].flip(0)):
+        exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False, None if start is None else start.double())
+        results = (mlp_results(function, *inputs, False, start) for function in (mlp, mlp_twin))
         for fused, plain, wanted in zip(*results, exact):
             assert_as_exact_as_pytorch(fused, plain, wanted)
 

@@ -77,7 +77,7 @@ def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
         return torch.stack(trainer.model(train_gpt.to_device(batch._replace(targets=targets), DEVICE), trainer.schedule.at(0)))
 
 
-INGREDIENTS = {"bigram_signs": 64, "paired_heads": True}      # off so far
+INGREDIENTS = {"bigram_signs": 64}      # off so far
 
 
 @pytest.fixture(params=[{}, INGREDIENTS], ids=["recipe", "every ingredient"])
@@ -143,32 +143,9 @@ def test_bigrams_stop_at_a_sequences_start():
 
 def test_signs_come_from_the_seed_alone_and_are_saved(config):
     signs = [train_gpt.GPT(replace(config, bigram_signs=64, **changes), train_gpt.World()).state_dict()["bigram_signs"]
-             for changes in ({}, {"paired_heads": True, "bigram_rows": 64}, {"seed": 4})]
+             for changes in ({}, {"smear": False, "bigram_rows": 64}, {"seed": 4})]
     assert torch.equal(signs[0], signs[1]) and not torch.equal(signs[0], signs[2])
     assert signs[0].shape == (64, config.width) and signs[0].abs().eq(1).all() and abs(signs[0].float().mean()) < 0.1
-
-
-def test_paired_heads_are_one_head_over_twice_the_tokens(config, monkeypatch):
-    """Head 0 of token t at position 2t, head 1 at 2t + 1; only in the layers that say so."""
-    calls = []
-    model = train_gpt.GPT(replace(config, paired_heads=True), train_gpt.World())
-    monkeypatch.setattr(model, "attend", lambda *args: calls.append(args) or ATTENTION["plain"](*args))
-    batch = train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0]
-    step, n = train_gpt.Schedule(config).at(0), len(batch.tokens)
-    model(train_gpt.to_device(batch, DEVICE), step)
-    layers = [layer for layer in config.layers if layer.attention]
-    for layer, (q, k, v, boundaries, max_length, window, _) in zip(layers, calls, strict=True):
-        pair = 1 + layer.paired
-        assert q.shape == k.shape == v.shape == (pair * n, config.heads // pair, config.head_dim)
-        assert boundaries.tolist() == [pair * b for b in batch.boundaries.tolist()] and max_length == pair * batch.max_length
-        assert window == pair * step.windows[layer.long_window] * config.window_block
-    x, weight, one, width = torch.randn(n, config.width), torch.randn(4 * config.width, config.width), torch.ones(()), config.width
-    cos, sin, _ = rotary_tables([8], 2 * n, config.head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
-    qkv, _, _ = train_gpt.attention_inputs(x, weight, one, None, None)
-    rest = torch.zeros(n, dtype=torch.bool), None, None, None, config.head_dim, False
-    paired, even, odd = (qkv_heads_twin(qkv, cos[part], sin[part], *rest) for part in (slice(None), slice(0, None, 2), slice(1, None, 2)))
-    for z, z_even, z_odd in zip(paired, even, odd):
-        assert torch.equal(z, torch.cat([z_even[:, :1], z_odd[:, 1:]], dim=1))
 
 
 def test_multi_token_loss_against_cross_entropy():
@@ -203,7 +180,7 @@ def test_rotary_keeps_products_relative_and_yarn_slows_slow_channels():
 
 
 def test_schedule_follows_its_table():
-    config = train_gpt.PRESETS["corpus"]
+    config = replace(train_gpt.PRESETS["speedrun"], steps=690)
     schedule = train_gpt.Schedule(config)
     at = schedule.at
     assert len(schedule) == 705 and sum(step.batch_tokens for step in schedule) == 230 * 786_432 + 15 * 393_216
@@ -315,7 +292,7 @@ def test_the_qkv_kernels_give_the_model_its_twins_gradients(trainer):
         assert (kernel.float() - twin.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * twin.float().norm()
 
 
-@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False, "skip": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False}], ids=str)
 def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
     """Loss and the gradient of every parameter: rows that all layers share, streams that several layers read."""
     trainer, results = train_gpt.Trainer(replace(config, **changes), train_gpt.World()), []
@@ -332,7 +309,7 @@ def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
         assert (kernel - twin).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * twin.norm(), name
 
 
-SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "skip", "backout", "late_input", "yarn", "neuron_norm",
+SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "backout", "late_input", "yarn", "neuron_norm",
             "cautious"]
 
 
@@ -351,14 +328,14 @@ def test_every_trick_can_be_switched_off(config, off):
 
 @pytest.mark.parametrize("name", INGREDIENTS)
 def test_an_ingredient_adds_what_it_needs_and_starts_neutral(config, name):
-    """Off: no parameter, no buffer. On: those of the recipe start as they do without it, and so does the loss, but for paired heads."""
+    """Off: no parameter, no buffer. On: those of the recipe start as they do without it, and so does the loss."""
     off, on = (train_gpt.Trainer(replace(config, **{name: value}), train_gpt.World())
                for value in (type(INGREDIENTS[name])(), INGREDIENTS[name]))
     recipe, states = train_gpt.GPT(config, train_gpt.World()).state_dict(), [trainer.model.state_dict() for trainer in (off, on)]
     assert list(recipe) == list(states[0]) and all(torch.equal(states[1][key], value) for key, value in recipe.items())
-    assert bool(set(states[1]) - set(recipe)) == (name != "paired_heads")
+    assert set(states[1]) - set(recipe)
     losses = [trainer.step(trainer.schedule.at(0), trainer.loader.batches(0)) for trainer in (off, on)]
-    assert torch.equal(*losses) == (name != "paired_heads")
+    assert torch.equal(*losses)
 
 
 def test_every_parameter_of_every_ingredient_learns(config):
@@ -369,17 +346,6 @@ def test_every_parameter_of_every_ingredient_learns(config):
     batch = train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0]
     model(train_gpt.to_device(batch, DEVICE), train_gpt.Schedule(config).at(5))[0].backward()
     assert [name for name, p in model.named_parameters() if not p.grad.any()] == []
-
-
-def test_heads_that_make_no_pairs_are_refused(config):
-    with pytest.raises(train_gpt.UserError, match="3 heads"):
-        train_gpt.check_config(replace(config, paired_heads=True, width=96))
-
-
-def test_flops_count_what_an_ingredient_adds(config):
-    plain, paired = (train_gpt.GPT(replace(config, **changes), train_gpt.World()).flops_per_token(train_gpt.Schedule(config).at(0))
-                             for changes in ({}, {"paired_heads": True}))
-    assert paired - plain == 12 * config.width * 16                      # another window of 16 tokens, in one layer
 
 
 def test_flops_grow_with_the_window(trainer):
