@@ -161,6 +161,7 @@ class Config:
     attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = True                # with fp8 and fused_mlp: the MLPs' as well as the head's
+    fp8_weight_grads: bool = False      # with fp8_mlp: the gradients of the MLPs' weights as well; not yet measured
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
@@ -599,7 +600,8 @@ class GPT(nn.Module):
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
             x, normed_x = run[mlp_input_twin](streams[i], update, terms[i], residuals[i])
-            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), self.fp8_mlp))    # the kernel writes over x
+            fp8 = self.fp8_mlp, config.fp8_weight_grads
+            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel writes over x
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels import bench_cases, bench_layers
+from kernels import bench_cases, bench_layers, bench_mlp
 from kernels.backend import triton
 from kernels.bench_cases import Case
 
@@ -164,7 +164,7 @@ def main() -> int:
                    date=date.today().isoformat())
     print(machine)
     rows, known = [], {}
-    for case in (case for group in bench_cases.CASES + bench_layers.CASES for case in group()):
+    for case in (case for group in bench_cases.CASES + bench_mlp.CASES + bench_layers.CASES for case in group()):
         if options.filters and not any(text in f"{case.name}, {case.shape}" for text in options.filters):
             continue
         if options.sweep:

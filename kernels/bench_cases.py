@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, embedding, head_loss, mlp, newton_schulz, quantize, row_adam, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, newton_schulz, quantize, row_adam, symmetric, transpose
 from kernels.coefficients import lower_end, polar_express
 
 PLAIN_5, AOL_4, AOL_5 = polar_express(5), *(polar_express(steps, lower_end("aol", steps)) for steps in (4, 5))
@@ -116,54 +116,8 @@ def cross_entropy_cases() -> Iterator[Case]:
                        check_inputs=partial(inputs, 1024, vocabulary, k), configs=cross_entropy.CONFIGS)
 
 
-def mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
-    fp8, scale = torch.float8_e4m3fn, torch.tensor(0.02, device="cuda")
-
-    def compiled_fp8(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
-        one = torch.ones((), device="cuda")
-        pre = torch._scaled_mm(x, w.mT, scale, one, out_dtype=torch.bfloat16, use_fast_accum=True)
-        return torch.relu(pre).square()
-
-    for tokens in (16384, 49152):
-        shape, flop = f"{tokens} × {width} × {hidden}", 2.0 * tokens * width * hidden
-        inputs = lambda t=tokens: (random(t, width), random(hidden, width))  # noqa: E731
-        yield Case("MLP relu²", shape, inputs, mlp.relu_squared, mlp.relu_squared_reference, flop,
-                   2.0 * (tokens * width + tokens * hidden), configs=mlp.CONFIGS)
-        yield Case("MLP relu² backward", shape, lambda t=tokens, i=inputs: (*i(), random(t, hidden).relu().square()),
-                   mlp.relu_squared_backward, mlp.relu_squared_backward_reference, flop,
-                   2.0 * (tokens * width + 2 * tokens * hidden), configs=mlp.CONFIGS)
-        yield Case("MLP relu² of FP8 (against _scaled_mm)", shape, lambda i=inputs: (*[x.to(fp8) for x in i()], scale),
-                   mlp.relu_squared, mlp.relu_squared_reference, flop, tokens * (width + 2.0 * hidden), rate=2,
-                   baseline=compiled_fp8, configs=mlp.CONFIGS)
-
-
 def leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
-
-
-def mlp_gradients(function: Callable) -> Callable:
-    def run(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, grad: Tensor, fp8: bool) -> tuple:
-        x, w_in, w_out = leaf(x), leaf(w_in), leaf(w_out)
-        out = function(residual.detach(), x, w_in, w_out, fp8)
-        return out.detach(), *torch.autograd.grad(out, (x, w_in, w_out), grad)
-    return run
-
-
-def whole_mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
-    def inputs(tokens: int, fp8: bool) -> tuple:
-        x = torch.nn.functional.rms_norm(random(tokens, width), (width,))
-        return random(tokens, width), x, random(hidden, width) * 0.02, random(hidden, width) * 0.02, random(tokens, width), fp8
-
-    for tokens in (16384, 49152):
-        for fp8 in (False, True):
-            yield Case("MLP, both ways, " + ("FP8 (against bf16)" if fp8 else "bf16"), f"{tokens} × {width} × {hidden}",
-                       partial(inputs, tokens, fp8), mlp.mlp, mlp.mlp_twin, 12.0 * tokens * width * hidden,
-                       8.0 * tokens * (width + hidden), rate=1.5 if fp8 else 1.0,  # four of six products in FP8
-                       exact=lambda *tensors: mlp_gradients(bf16_mlp)(*tensors), baseline=bf16_mlp, wrap=mlp_gradients)
-
-
-def bf16_mlp(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, fp8: bool) -> Tensor:
-    return mlp.mlp_twin(residual, x, w_in, w_out, False)
 
 
 def head_gradients(function: Callable) -> Callable:
@@ -246,5 +200,4 @@ def moving_cases() -> Iterator[Case]:
                transpose.transpose, transpose.transpose_reference, 0.0, 2.0 * 16384 * 50304, configs=transpose.CONFIGS)
 
 
-CASES = (orthogonalisation_cases, product_cases, mlp_cases, whole_mlp_cases, head_cases, cross_entropy_cases,
-         embedding_cases, row_adam_cases, moving_cases)
+CASES = (orthogonalisation_cases, product_cases, head_cases, cross_entropy_cases, embedding_cases, row_adam_cases, moving_cases)

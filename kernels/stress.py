@@ -119,11 +119,11 @@ def losses() -> Iterator[tuple[str, Callable]]:
 def hidden() -> Iterator[tuple[str, Callable]]:
     for tokens, width, units in ((16, 16, 16), (304, 80, 272)):
         x, w_in, w_out = (random(rows, width).requires_grad_() for rows in (tokens, units, units))
-        for fp8 in (False, True):
+        for name, *fp8 in (("bf16", False, False), ("FP8", True, False), ("FP8, weights' gradients too", True, True)):
             def both(x=x, w_in=w_in, w_out=w_out, fp8=fp8):
-                out = mlp.mlp(2 * x, torch.nn.functional.rms_norm(x, x.shape[1:]), w_in, w_out, fp8)
+                out = mlp.mlp(2 * x, torch.nn.functional.rms_norm(x, x.shape[1:]), w_in, w_out, *fp8)
                 return torch.autograd.grad(out.float().square().sum(), (x, w_in, w_out))
-            yield f"mlp {'FP8' if fp8 else 'bf16'} {tokens} × {width} × {units}", both
+            yield f"mlp {name} {tokens} × {width} × {units}", both
 
 
 def heads() -> Iterator[tuple[str, Callable]]:
@@ -158,6 +158,7 @@ def residuals() -> Iterator[tuple[str, Callable]]:
 def movers() -> Iterator[tuple[str, Callable]]:
     x, scale, amax = random(71, 133), torch.tensor(0.05, device=DEVICE), torch.zeros(1, device=DEVICE)
     yield "quantize", lambda: quantize.quantize(x, scale, amax=amax)
+    yield "quantize in pairs", lambda: quantize.quantize(x[:48], scale, in_pairs=True)
     yield "quantize alone", lambda: quantize.quantize(x[:, 1:], scale, torch.float8_e5m2, both=False)
     yield "transpose", lambda: transpose.transpose(x)
     order = embedding.sort_rows(torch.randint(9, (71,), device=DEVICE))

@@ -17,11 +17,13 @@ from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
 from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_scales, weight_scales_twin
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.master_weight import master_weight, store_master_weight
-from kernels.mlp import (
-    mlp, mlp_twin, relu_squared, relu_squared_backward, relu_squared_backward_reference, relu_squared_reference)
+from kernels.mlp import mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.qkv import heads_backward, heads_forward, qkv_heads, qkv_heads_twin
-from kernels.quantize import quantize, quantize_reference
+from kernels.quantize import paired, quantize, quantize_reference
+from kernels.relu_squared import (
+    FP8_BACKWARD_CONFIGS, FP8_CONFIGS, relu_squared, relu_squared_backward, relu_squared_backward_fp8, relu_squared_backward_fp8_reference,
+    relu_squared_backward_reference, relu_squared_fp8, relu_squared_fp8_reference, relu_squared_reference)
 from kernels.residual import (
     CONFIGS, SHARED_CONFIGS, Term, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward, share, share_twin,
     shared_rows, shared_rows_reference)
@@ -273,11 +275,11 @@ def test_mlp_backward_is_the_gradient():
     torch.testing.assert_close(relu_squared_backward_reference(grad, w_out, act.detach()), expected)
 
 
-def mlp_results(function, x, w_in, w_out, grad, fp8: bool, residual=None) -> list[torch.Tensor]:
+def mlp_results(function, x, w_in, w_out, grad, fp8: bool, residual=None, fp8_weight_grads: bool = False) -> list[torch.Tensor]:
     """The output and the gradients of x, the weights and the residual, which is zero if not given."""
     residual = torch.zeros_like(x) if residual is None else residual
     x, w_in, w_out, residual = (tensor.detach().requires_grad_() for tensor in (x, w_in, w_out, residual))
-    out = function(1 * residual, x, w_in, w_out, fp8)
+    out = function(1 * residual, x, w_in, w_out, fp8, fp8_weight_grads)
     return [out.detach(), *torch.autograd.grad(out, (x, w_in, w_out, residual), grad.to(out.dtype))]
 
 
@@ -312,23 +314,58 @@ def test_mlp_adds_where_the_residual_stands(fp8):
         torch.testing.assert_close(out, kept + added, **(dict(atol=0.02, rtol=0.02) if DEVICE == "cuda" else {}))
 
 
-def test_mlp_function_in_fp8():
+@pytest.mark.parametrize("fp8_weight_grads", [False, True])
+def test_mlp_function_in_fp8(fp8_weight_grads):
     """As near to full precision as its twin, and near; no scale of the gradient or of a weight is too small or too large."""
     inputs = mlp_inputs(144, 64, 96)
     exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False)
-    results = mlp_results(mlp, *inputs, True)
+
+    def run(function, *inputs):
+        return mlp_results(function, *inputs, True, None, fp8_weight_grads)
+
+    results = run(mlp, *inputs)
     slack = 0.1 if DEVICE == "cpu" else 0  # the interpreter rounds to FP8 wrongly where rounding changes the exponent
-    for fused, plain, wanted in zip(results, mlp_results(mlp_twin, *inputs, True), exact):
+    for fused, plain, wanted in zip(results, run(mlp_twin, *inputs), exact):
         assert error(plain, wanted) < 0.1
         assert_as_exact_as_pytorch(fused, plain, wanted, slack)
     x, w_in, w_out, grad = inputs
     for power in (-40, 20):
-        for scaled, once in zip(mlp_results(mlp, x, w_in, w_out, grad * 2.0**power, True)[1:], results[1:]):
+        for scaled, once in zip(run(mlp, x, w_in, w_out, grad * 2.0**power)[1:], results[1:]):
             assert error(scaled, once.double() * 2.0**power) < 1e-3
-        out = mlp_results(mlp, x, w_in, w_out * 2.0**power, grad, True)[0]
+        out = run(mlp, x, w_in, w_out * 2.0**power, grad)[0]
         assert error(out, results[0].double() * 2.0**power) < 1e-3
-    for tensor in mlp_results(mlp, x, w_in, torch.zeros_like(w_out), grad, True)[:3]:
+    for tensor in run(mlp, x, w_in, torch.zeros_like(w_out), grad)[:3]:
         assert tensor.eq(0).all()
+    for tensor in run(mlp, x, w_in, w_out, torch.zeros_like(grad))[1:] + run(mlp, x, torch.zeros_like(w_in), w_out, grad):
+        assert tensor.isfinite().all()
+
+
+def test_fp8_weight_gradients_are_near_those_in_bf16():
+    """Off float64 by 5.3% and 4.4% in bfloat16, for what comes before them is FP8, and by 8.1% and 5.8% in FP8 (measured).
+
+    The output stays bit for bit, and the input's gradient, which √act in FP8 reaches, as near: 8.0% for 7.9%.
+    """
+    inputs = mlp_inputs(512, 64, 96)
+    exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False)
+    off, on = (mlp_results(mlp_twin, *inputs, True, None, flag) for flag in (False, True))
+    assert torch.equal(off[0], on[0]) and error(on[1], exact[1]) < 1.1 * error(off[1], exact[1])
+    for limit, ours, theirs, wanted in zip((0.1, 0.075), on[2:], off[2:], exact[2:]):
+        assert error(theirs, wanted) < error(ours, wanted) < limit and error(ours, theirs.double()) < limit
+    on, off = (mlp_results(mlp_twin, *inputs, False, None, flag) for flag in (False, True))
+    assert all(map(torch.equal, on, off))                                # without FP8 the setting is nothing
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no NaN in FP8")
+def test_what_is_no_number_shows_in_fp8_weight_gradients():
+    x, w_in, w_out, grad = mlp_inputs(144, 64, 96)
+    for bad in (float("nan"), float("inf")):
+        for i in range(4):
+            inputs = [x.clone(), w_in.clone(), w_out.clone(), grad.clone()]
+            inputs[i][3, 5] = bad
+            if i == 0 and bad == float("inf"):                           # a normed row holds no infinity: its norm makes it NaN
+                continue
+            results = mlp_results(mlp, *inputs, True, None, True)
+            assert not all(tensor.isfinite().all() for tensor in results[2:4])
 
 
 @pytest.mark.parametrize("tuned", SCALES_CONFIGS)
@@ -366,6 +403,33 @@ def test_nan_shows():
     assert newton_schulz(x[None]).isnan().any()
 
 
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@pytest.mark.parametrize("tokens, width, hidden", [(16, 16, 16), (144, 48, 272), (304, 80, 64)])
+def test_mlp_in_fp8_both_ways(tokens, width, hidden):
+    """Rows and transpose hold the same bits, near the reference's, every one of them written; in every configuration."""
+    x, grad, w = (random(n, width).to(torch.float8_e4m3fn) for n in (tokens, tokens, hidden))
+    scale, act_scale, pre_scale = (torch.tensor(number, device=DEVICE) for number in (0.25, 1.0, 0.02))
+    plain = relu_squared_fp8_reference(x, w, scale, act_scale)[0]
+    plain_pre = relu_squared_backward_fp8_reference(grad, w, plain, scale, act_scale, pre_scale)[0]
+    for tuned in FP8_CONFIGS if tokens == 144 else FP8_CONFIGS[:1]:
+        act, transposed = relu_squared_fp8(x, w, scale, act_scale, tuned)
+        assert same_bits(transposed, paired(act.T)) and error(act.float(), plain.double()) < 0.1     # the interpreter's rounding is poor
+    for tuned in FP8_BACKWARD_CONFIGS if tokens == 144 else FP8_BACKWARD_CONFIGS[:1]:
+        pre, transposed = relu_squared_backward_fp8(grad, w, plain, scale, act_scale, pre_scale, tuned)
+        assert same_bits(transposed, paired(pre.T)) and error(pre.float(), plain_pre.double()) < 0.15
+        assert pre.dtype == torch.float8_e5m2 and pre.float().lt(0).any()
+
+
+def test_a_product_does_not_see_the_order_of_pairs():
+    a, b = random(5, 64, dtype=torch.float64), random(7, 64, dtype=torch.float64)
+    assert not torch.equal(paired(a), a)
+    assert paired(torch.arange(32)[None]).tolist()[0] == [16 * g + i + j for g in (0, 1) for i in range(8) for j in (0, 8)]
+    torch.testing.assert_close(paired(a) @ paired(b).T, a @ b.T)
+
+
 def test_mlp_in_fp8():
     x, w = random(150, 64).to(torch.float8_e4m3fn), random(144, 64).to(torch.float8_e4m3fn)
     scale = torch.tensor(0.25, device=DEVICE)
@@ -377,7 +441,7 @@ def test_mlp_in_fp8():
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (70, 130)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (70, 130), (16, 3), (112, 130)])
 def test_quantize(shape, dtype):
     scale, amax = torch.tensor(0.25, device=DEVICE), torch.zeros(1, device=DEVICE)
     x = random(*shape) * 50
@@ -388,6 +452,9 @@ def test_quantize(shape, dtype):
     q, transposed = quantize(x, scale, dtype, amax)
     expected, _ = quantize_reference(x, scale, dtype)
     assert torch.equal(q.float(), expected.float()) and torch.equal(transposed.float(), q.float().T)
+    if len(x) % 16 == 0:
+        q, transposed = quantize(x, scale, dtype, in_pairs=True)
+        assert torch.equal(q.float(), expected.float()) and same_bits(transposed, paired(q.T))
     assert amax.item() == 2**20 and q.float()[-1, -1].item() == -torch.finfo(dtype).max
 
 
@@ -403,6 +470,17 @@ def test_transpose(shape, dtype):
 
 def test_elementwise_kernels_refuse_what_they_cannot_do():
     x, w, scale = random(6, 8), random(16, 8), torch.ones(1, device=DEVICE)
+    x8, w8 = (random(n, 16).to(torch.float8_e4m3fn) for n in (32, 48))
+    act8 = torch.zeros(32, 48, device=DEVICE).to(x8.dtype)
+    for name, call in (("x", lambda: relu_squared_fp8(x8[:24], w8, scale, scale)), ("x", lambda: relu_squared_fp8(x, w, scale, scale)),
+                       ("w", lambda: relu_squared_fp8(x8, w8[:, :8], scale, scale)), ("fp8", lambda: relu_squared_fp8(x8, w8[:40], scale, scale)),
+                       ("scale", lambda: relu_squared_fp8(x8, w8, scale, scale.double())),
+                       ("act", lambda: relu_squared_backward_fp8(x8, w8, act8[:16], scale, scale, scale)),
+                       ("scale", lambda: relu_squared_backward_fp8(x8, w8, act8, scale, w, scale)),
+                       ("x", lambda: quantize(x, scale, in_pairs=True)), ("x", lambda: quantize(w, scale, both=False, in_pairs=True))):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            call()
+    assert [q.shape for q in relu_squared_fp8(x8[:0], w8, scale, scale)] == [(0, 48), (48, 0)]
     for call in (lambda: relu_squared(x[:, :6], w), lambda: relu_squared(x.T, w), lambda: relu_squared(x, w, w),
                  lambda: relu_squared(random(6, 7), random(16, 7)), lambda: relu_squared_backward(x, w, x),
                  lambda: quantize(x.T, scale), lambda: quantize(x, w), lambda: relu_squared(x, w, act_scale=scale),

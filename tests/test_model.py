@@ -247,6 +247,20 @@ def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
             trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
 
 
+@pytest.mark.parametrize("fp8_weight_grads", [False, True])
+def test_the_mlp_is_told_whether_its_weights_gradients_are_fp8(config, fp8_weight_grads):
+    trainer, told = train_gpt.Trainer(replace(config, fp8_weight_grads=fp8_weight_grads), train_gpt.World()), []
+    trainer.model.fp8_mlp = True                                         # as on a GPU
+
+    def record(residual, x, w_in, w_out, *fp8):
+        told.append(fp8)
+        return mlp.mlp_twin(residual, x, w_in, w_out, False)
+
+    trainer.model.part[mlp.mlp_twin] = record
+    trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
+    assert set(told) == {(True, fp8_weight_grads)}
+
+
 @pytest.mark.parametrize("setting", train_gpt.KERNELS)
 def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting, monkeypatch):
     """And a device without CUDA runs twins whatever is on."""
