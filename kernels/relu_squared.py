@@ -224,6 +224,7 @@ def relu_squared_backward_fp8(
     tuned: tuple[int, int, int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(q, paired(qᵀ)), contiguous, q (tokens, hidden) = 2 √(act_scale · act) · (scale · grad wᵀ) / pre_scale in float8_e5m2, saturated."""
+    check(act.dtype == E4M3, "act", act, "float8_e4m3fn")
     pre, transposed = _both(grad, w, E5M2)
     _check(grad, w, act, pre, (scale, pre_scale, act_scale))
     _launch(grad, w, scale, pre_scale, tuned or FP8_BACKWARD_CONFIGS[0], act=act, act_scale=act_scale, fp8=pre, transposed=transposed)

@@ -476,6 +476,7 @@ def test_elementwise_kernels_refuse_what_they_cannot_do():
                        ("w", lambda: relu_squared_fp8(x8, w8[:, :8], scale, scale)), ("fp8", lambda: relu_squared_fp8(x8, w8[:40], scale, scale)),
                        ("scale", lambda: relu_squared_fp8(x8, w8, scale, scale.double())),
                        ("act", lambda: relu_squared_backward_fp8(x8, w8, act8[:16], scale, scale, scale)),
+                       ("act", lambda: relu_squared_backward_fp8(x8, w8, act8.bfloat16(), scale, scale, scale)),
                        ("scale", lambda: relu_squared_backward_fp8(x8, w8, act8, scale, w, scale)),
                        ("x", lambda: quantize(x, scale, in_pairs=True)), ("x", lambda: quantize(w, scale, both=False, in_pairs=True))):
         with pytest.raises(ValueError, match=f"{name} must be"):
