@@ -11,7 +11,8 @@ Where the weights' gradients are FP8 products as well, nothing of hidden width i
 FP8 alone, and with it its transpose, along which those products contract: 302 MB for 49,152 tokens in place of 453 forward; backward,
 where act comes in FP8, 453 in place of 755. Not measured yet. A sum over tokens may take them in any order, so the transpose has the
 order that costs least, `kernels.quantize.paired`: a thread holds tokens 8 apart of a tile, and as pairs of them the transposition is
-one of 16-bit numbers, which `stmatrix` does on the way to shared memory: 8 instructions a thread and tile in place of 128 that store a byte each.
+one of 16-bit numbers, which `stmatrix` does on the way to shared memory: 8 instructions a thread and tile in place of 128 that store
+a byte each.
 
 The grid is persistent and walks bands of tiles; operands come through tensor descriptors (TMA).
 """

@@ -473,7 +473,8 @@ def test_elementwise_kernels_refuse_what_they_cannot_do():
     x8, w8 = (random(n, 16).to(torch.float8_e4m3fn) for n in (32, 48))
     act8 = torch.zeros(32, 48, device=DEVICE).to(x8.dtype)
     for name, call in (("x", lambda: relu_squared_fp8(x8[:24], w8, scale, scale)), ("x", lambda: relu_squared_fp8(x, w, scale, scale)),
-                       ("w", lambda: relu_squared_fp8(x8, w8[:, :8], scale, scale)), ("fp8", lambda: relu_squared_fp8(x8, w8[:40], scale, scale)),
+                       ("w", lambda: relu_squared_fp8(x8, w8[:, :8], scale, scale)),
+                       ("fp8", lambda: relu_squared_fp8(x8, w8[:40], scale, scale)),
                        ("scale", lambda: relu_squared_fp8(x8, w8, scale, scale.double())),
                        ("act", lambda: relu_squared_backward_fp8(x8, w8, act8[:16], scale, scale, scale)),
                        ("act", lambda: relu_squared_backward_fp8(x8, w8, act8.bfloat16(), scale, scale, scale)),
