@@ -77,6 +77,9 @@ SPEEDRUN_LAYERS = (
     Layer(value_embedding=True, attends_to=4, long_window=True),
 )
 
+MEDIUM_LAYERS = tuple(Layer(long_window=i % 4 == 3, value_embedding=i in (1, 2, 13, 14, 15), attends_to=12 if i > 12 else None)
+                      for i in range(16))
+
 CPU_LAYERS = (                                                           # every part of the table above, in 4 layers
     Layer(value_embedding=True),
     Layer(long_window=True),
@@ -196,6 +199,9 @@ PRESETS = {
     # at 0.1 of loss.
     "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
                       steps=1376, extra_steps=30, momentum_warmup=600, momentum_cooldown=100, epochs=2, keep_tails=True, data_path=""),
+    # GPT-2 medium's size. It trains; its rates, batches and steps are guesses from the small model's, and no run has been to the end.
+    "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
+                      adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
         micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, bigram_rows=16_384,
