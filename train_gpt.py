@@ -11,6 +11,7 @@ The whole program, top to bottom: configuration, model, optimizer, schedule, log
 import argparse
 import ast
 import difflib
+import gc
 import math
 import os
 import signal
@@ -94,6 +95,7 @@ class Config:
     preset: str = ""                    # resolved by `parse_config`: "speedrun" with a GPU, "cpu" without
     name: str = ""                      # of the run's folder; the preset's name if empty
     seed: int = 0
+    runs: int = 1                       # one after the other in one process, which compiles once; each its own seed, counted up
     target: float = 3.28                # validation loss that the run is after, nats a token; for the log
 
     # Data
@@ -266,6 +268,8 @@ def check_config(config: Config) -> None:
         if tokens % (16 * config.micro_batches):
             raise UserError(f"--batch_tokens {tokens} is no multiple of 16 tokens x {config.micro_batches} micro-batches; "
                             f"use {tokens // (16 * config.micro_batches) * 16 * config.micro_batches}")
+    if config.runs < 1:
+        raise UserError(f"--runs {config.runs}: at least 1")
     if config.val_sequence_length > config.val_chunk:
         raise UserError(f"--val_chunk {config.val_chunk} is smaller than --val_sequence_length {config.val_sequence_length}; "
                         "a chunk holds whole sequences: raise it or lower the other")
@@ -1083,7 +1087,8 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> None:
     summarise(trainer, log, report, startup)
 
 
-def run(config: Config, world: World) -> None:
+def run(config: Config, world: World, started: float) -> None:
+    """One training run, in the process that `started` then (seconds since the epoch)."""
     trainer = Trainer(config, world)
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log_header(log, config, trainer.model, world)
@@ -1100,7 +1105,7 @@ def run(config: Config, world: World) -> None:
         say(f"data: the schedule takes {loader.epochs:.2f} epochs of {len(loader.text)} shards; tokens repeat after the first")
     begin = time.time()
     trainer.warm_up()
-    startup = {"startup_s": round(time.time() - PROCESS_START, 3), "compile_s": round(time.time() - begin, 3)}
+    startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}
     train(trainer, log, startup)
     if config.save:
         trainer.optimizer.untie()
@@ -1123,7 +1128,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         world = World()
-        run(config, world)
+        for i in range(config.runs):
+            run(replace(config, seed=config.seed + i), world, time.time() if i else PROCESS_START)
+            gc.collect()                                                 # the graphs hold memory, and refer to it in circles
         world.close()
         return 0
     except (UserError, ShardError, LogError, Diverged) as error:
