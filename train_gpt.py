@@ -11,6 +11,7 @@ The whole program, top to bottom: configuration, model, optimizer, schedule, log
 import argparse
 import ast
 import difflib
+import gc
 import math
 import os
 import signal
@@ -77,6 +78,9 @@ SPEEDRUN_LAYERS = (
     Layer(value_embedding=True, attends_to=4, long_window=True),
 )
 
+MEDIUM_LAYERS = tuple(Layer(long_window=i % 4 == 3, value_embedding=i in (1, 2, 13, 14, 15), attends_to=12 if i > 12 else None)
+                      for i in range(16))
+
 CPU_LAYERS = (                                                           # every part of the table above, in 4 layers
     Layer(value_embedding=True),
     Layer(long_window=True),
@@ -91,6 +95,7 @@ class Config:
     preset: str = ""                    # resolved by `parse_config`: "speedrun" with a GPU, "cpu" without
     name: str = ""                      # of the run's folder; the preset's name if empty
     seed: int = 0
+    runs: int = 1                       # one after the other in one process, which compiles once; each its own seed, counted up
     target: float = 3.28                # validation loss that the run is after, nats a token; for the log
 
     # Data
@@ -197,6 +202,9 @@ PRESETS = {
     # at 0.1 of loss.
     "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
                       steps=1376, extra_steps=30, momentum_warmup=600, momentum_cooldown=100, epochs=2, keep_tails=True, data_path=""),
+    # GPT-2 medium's size. It trains; its rates, batches and steps are guesses from the small model's, and no run has been to the end.
+    "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
+                      adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
         micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, bigram_rows=16_384,
@@ -261,6 +269,8 @@ def check_config(config: Config) -> None:
         if tokens % (16 * config.micro_batches):
             raise UserError(f"--batch_tokens {tokens} is no multiple of 16 tokens x {config.micro_batches} micro-batches; "
                             f"use {tokens // (16 * config.micro_batches) * 16 * config.micro_batches}")
+    if config.runs < 1:
+        raise UserError(f"--runs {config.runs}: at least 1")
     if config.val_sequence_length > config.val_chunk:
         raise UserError(f"--val_chunk {config.val_chunk} is smaller than --val_sequence_length {config.val_sequence_length}; "
                         "a chunk holds whole sequences: raise it or lower the other")
@@ -1079,7 +1089,8 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> None:
     summarise(trainer, log, report, startup)
 
 
-def run(config: Config, world: World) -> None:
+def run(config: Config, world: World, started: float) -> None:
+    """One training run, in the process that `started` then (seconds since the epoch)."""
     trainer = Trainer(config, world)
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log_header(log, config, trainer.model, world)
@@ -1096,7 +1107,7 @@ def run(config: Config, world: World) -> None:
         say(f"data: the schedule takes {loader.epochs:.2f} epochs of {len(loader.text)} shards; tokens repeat after the first")
     begin = time.time()
     trainer.warm_up()
-    startup = {"startup_s": round(time.time() - PROCESS_START, 3), "compile_s": round(time.time() - begin, 3)}
+    startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}
     train(trainer, log, startup)
     if config.save:
         trainer.optimizer.untie()
@@ -1119,7 +1130,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)
         world = World()
-        run(config, world)
+        for i in range(config.runs):
+            run(replace(config, seed=config.seed + i), world, time.time() if i else PROCESS_START)
+            gc.collect()                                                 # the graphs hold memory, and refer to it in circles
         world.close()
         return 0
     except (UserError, ShardError, LogError, Diverged) as error:

@@ -25,6 +25,7 @@ TEXT_LENGTH = 400  # characters shown of a document
 # What the schedules of train_gpt.py want: {tokens a document is cut to: tokens of sequences}, by preset, by start token.
 SCHEDULES = {
     50256: {"speedrun": {896: 1270 * 131_072 // 3, 2048: 1270 * (262_144 + 393_216) // 3 + 15 * 393_216},
+            "medium": {896: 4500 * 262_144 // 3, 2048: 4500 * (393_216 + 524_288) // 3 + 30 * 524_288},
             "corpus": {896: 1376 * 65_536 // 3, 2048: 1376 * (131_072 + 196_608) // 3 + 30 * 196_608}},
     256: {"cpu": {256: 50 * 2048, 512: 50 * 3072 + 60 * 4096}},
 }

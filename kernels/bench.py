@@ -71,7 +71,7 @@ def sweep(case: Case) -> None:
     times = {}
     for tuned in case.configs:
         try:
-            times[tuned] = microseconds(partial(case.kernel, tuned=tuned), *inputs)
+            times[tuned] = microseconds(case.wrap(partial(case.kernel, tuned=tuned)), *inputs)
         except triton.runtime.errors.OutOfResources as error:
             print(f"  {tuned}: {error}")
     best_first = ", ".join(f"{tuned} {times[tuned]:.1f} µs" for tuned in sorted(times, key=times.get))

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels import fp8_scales, qkv, residual
 from kernels.bench_cases import Case, leaf, random
 
-LAYERS = 11
+LAYERS = 8
 
 
 def heads_gradients(function: Callable) -> Callable:
@@ -29,13 +29,24 @@ def heads_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
         for name, *has in (("", False, False), (", key offset", True, False), (", value rows", False, True)):
             yield Case("from QKV to attention, both ways" + name, f"{tokens} × 3 × {heads} × {head_dim}", partial(inputs, tokens, *has),
                        qkv.qkv_heads, qkv.qkv_heads_twin, 0.0, 2.0 * tokens * heads * head_dim * (17 if has[1] else 14),
-                       exact=heads_gradients(qkv.qkv_heads_twin), wrap=heads_gradients)
+                       exact=heads_gradients(qkv.qkv_heads_twin), wrap=heads_gradients, configs=qkv.CONFIGS)
 
 
-def into_the_mlp(enter: Callable, share: Callable) -> Callable:
-    def run(x: Tensor, update: Tensor, rows: Tensor, row_scales: Tensor, scales: Tensor, *_) -> tuple[Tensor, Tensor]:
-        return enter(x, update, share(rows, row_scales)[0], scales)
+def into_the_mlp(enter: Callable, share: Callable = residual.share_twin) -> Callable:
+    def run(x: Tensor, update: Tensor, rows: Tensor, row_scales: Tensor, scales: Tensor, *_, **tuned) -> tuple[Tensor, Tensor]:
+        return enter(x, update, share(rows, row_scales)[0], scales, **tuned)[:2]
     return run
+
+
+def out_of_the_mlp(out_grad: Tensor, norm_grad: Tensor, normed: Tensor, rms: Tensor, scales: Tensor, **tuned) -> Tensor:
+    return residual.residual_backward(out_grad, norm_grad, normed, rms, scales, **tuned)[0]
+
+
+def out_of_the_mlp_twin(out_grad: Tensor, norm_grad: Tensor, normed: Tensor, rms: Tensor, scales: Tensor) -> Tensor:
+    """As `residual_backward` makes it: from the norm of y and its root mean square."""
+    normed, norm_grad = normed.float(), norm_grad.float()
+    along = (norm_grad * normed).mean(1, keepdim=True) * normed
+    return (scales[0] * (scales[1] * out_grad + (norm_grad - along) / rms[:, None])).type_as(out_grad)
 
 
 def gradients(function: Callable, inputs: int) -> Callable:
@@ -57,6 +68,10 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
         scales = torch.tensor([0.05], device="cuda"), torch.tensor([1.05, 0.95], device="cuda")
         return *(random(n, width) for _ in range(3)), *scales, random(n, width), random(n, width)
 
+    def backward_inputs(n: int) -> tuple:
+        rms, scales = torch.rand(n, device="cuda") + 0.5, torch.tensor([1.05, 0.95], device="cuda")
+        return *(random(n, width) for _ in range(2)), residual.norm(random(n, width)), rms, scales
+
     def shared_inputs(n: int) -> tuple:
         rows = random(n, width)
         return random(LAYERS, n, width) + rows / 2, rows, torch.rand(LAYERS, device="cuda") + 0.5
@@ -73,9 +88,12 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
     into, beside = partial(gradients, inputs=5), partial(gradients, inputs=1)
     for n in (16384, 49152):
         shape, one = f"{n} × {width}", 2.0 * n * width
-        yield Case("into the MLP", shape, partial(inputs, n), kernel, twin, 0.0, 5 * one)
+        yield Case("into the MLP", shape, partial(inputs, n), into_the_mlp(residual.residual), into_the_mlp(residual.mlp_input_twin),
+                   0.0, 5 * one, configs=residual.CONFIGS)
         yield Case("into the MLP, both ways, one layer", shape, partial(inputs, n), kernel, twin, 0.0, 12 * one, wrap=into,
                    exact=into(twin))
+        yield Case("out of the MLP", shape, partial(backward_inputs, n), out_of_the_mlp, out_of_the_mlp_twin, 0.0, 4 * one,
+                   configs=residual.CONFIGS)
         yield Case("norm beside the residual, both ways", shape, lambda n=n: tuple(random(n, width) for _ in range(3)),
                    fork, fork_twin, 0.0, 6 * one, wrap=beside, exact=beside(fork_twin))
         yield Case(f"shared row's gradient, {LAYERS} layers", shape, partial(shared_inputs, n), shared(residual.shared_rows),

@@ -174,10 +174,10 @@ def heads_backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, qkv: Tensor, 
 
 class Heads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, cos, sin, is_start, seen, value_row, value_gate, head_dim: int, key_offset: bool) -> tuple[Tensor, ...]:
+    def forward(ctx, qkv, cos, sin, is_start, seen, value_row, value_gate, head_dim: int, key_offset: bool, tuned) -> tuple[Tensor, ...]:
         mix = None if value_row is None else value_mix(seen, value_row, value_gate)
         ctx.save_for_backward(qkv, cos, sin, is_start, value_row, mix, seen, value_gate)
-        ctx.form = head_dim, key_offset
+        ctx.form = head_dim, key_offset, tuned
         return heads_forward(qkv, cos, sin, is_start, value_row, mix, *ctx.form)
 
     @staticmethod
@@ -187,7 +187,7 @@ class Heads(torch.autograd.Function):
         seen_grad = gate_grad = None
         if row_grad is not None:
             seen_grad, gate_grad = value_mix_backward(mix_grad, tensors[-1], seen, tensors[-2], value_gate, row_grad)
-        return grad, None, None, None, seen_grad, row_grad, gate_grad, None, None
+        return grad, None, None, None, seen_grad, row_grad, gate_grad, None, None, None
 
 
 def qkv_heads(
@@ -200,6 +200,7 @@ def qkv_heads(
     value_gate: Tensor | None,  # (heads, 2 channels) float32
     head_dim: int,
     key_offset: bool,  # the channels of k past 2r come from the token before, zero where a sequence starts
+    tuned: tuple[int, int] = CONFIGS[0],  # both ways
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (n, heads, head_dim) for attention, contiguous; gradients for qkv, seen, value_row and value_gate."""
-    return Heads.apply(qkv, cos, sin, is_start, seen, value_row, value_gate, head_dim, key_offset)
+    return Heads.apply(qkv, cos, sin, is_start, seen, value_row, value_gate, head_dim, key_offset, tuned)

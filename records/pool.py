@@ -7,7 +7,7 @@ from dataclasses import asdict
 from records.schema import RecordError, Run, differences, flatten, last_part
 from records.stats import SIGNIFICANCE, describe, more_runs, p_below, verdict
 
-NOT_CONFIGURATION = frozenset({"seed", "name"})  # settings in which runs of one configuration may differ
+NOT_CONFIGURATION = frozenset({"seed", "name", "runs"})  # settings in which runs of one configuration may differ
 
 NO_SEEDS = "foreign logs carry no seed: that their seeds are distinct cannot be checked"
 

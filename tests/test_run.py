@@ -54,10 +54,14 @@ def test_a_run_writes_its_log(tmp_path, shards):
     assert weights["bank.0"].shape == (256, 64) and weights["embedding"].shape == weights["head"].shape == (320, 64)
 
 
-def test_a_second_run_keeps_the_sources_once(tmp_path, shards):
-    for _ in range(2):
-        assert command(*SHORT, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)).returncode == 0
-    assert len(list(tmp_path.glob("2*/log.jsonl"))) == 2 and len(list((tmp_path / "sources").iterdir())) == 1
+def test_runs_of_one_process_are_those_of_several(tmp_path, shards):
+    """One after the other, each with its own seed and log; the sources are kept once."""
+    for more in (["--runs", "2"], ["--seed", "1"]):
+        assert command(*SHORT, *more, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)).returncode == 0
+    logs = [[json.loads(line) for line in log.read_text().splitlines()] for log in tmp_path.glob("2*/log.jsonl")]
+    losses = sorted((log[0]["seed"], [event["loss"] for event in log[1:]]) for log in logs)
+    assert [seed for seed, _ in losses] == [0, 1, 1] and losses[1] == losses[2] and losses[0][1] != losses[1][1]
+    assert len(list((tmp_path / "sources").iterdir())) == 1
     assert not list(tmp_path.glob("2*/sources"))
 
 
@@ -96,10 +100,11 @@ def test_too_few_tokens(tmp_path):
     (["--windows", "(1, 3), (3, 7)"], ["--windows has 2 stages", "--batch_tokens has 3"]),
     (["--batch_tokens", "1000,2048,3072"], ["--batch_tokens 1000", "use 896"]),
     (["--val_chunk", "100"], ["--val_chunk 100 is smaller than --val_sequence_length 256"]),
-    (["--preset", "huge"], ["--preset huge", "speedrun, corpus, cpu"]),
+    (["--preset", "huge"], ["--preset huge", "speedrun, corpus, medium, cpu"]),
     (["--attention", "flash9"], ["--attention flash9", "flash4, varlen, plain"]),
     (["--softmax_samples", "-1"], ["--softmax_samples -1", "0 for all"]),
     (["--steps", "2"], ["--steps 2", "at least one step"]),
+    (["--runs", "0"], ["--runs 0", "at least 1"]),
 ])
 def test_bad_settings(arguments, parts):
     with pytest.raises(train_gpt.UserError) as error:
