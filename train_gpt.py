@@ -170,9 +170,9 @@ class Config:
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
-    fused_residual: bool = False        # what enters attention and MLP, and the sum of its gradients,
+    fused_residual: bool = False        # what enters attention and MLP, and the sum of its gradients; not yet measured,
     fused_orthogonalisation: bool = True        # Newton-Schulz,
-    fused_qkv: bool = False             # what stands between the product Q, K, V and attention; not yet measured
+    fused_qkv: bool = False             # what stands between the product Q, K, V and attention; not yet measured,
     fused_row_update: bool = False      # update of the bigram table, of only the rows read; not yet measured
     compile: bool = True                # torch.compile of the blocks, on GPUs
     capture: bool = True                # each kind of step as one CUDA graph
@@ -780,13 +780,14 @@ class Optimizer:
 
     The collectives run on a stream of their own, under the computation of other layers. One step, time from left to right:
 
-        computes  embed, layer 0, layer 1 … head | head, layer 10, … layer 1, layer 0, embed | update MLPs, tables … last table
-        wire       gather 0, 1, 2 … head         | loss, head, sum of 10 …    1,   0, scalars, embed … last table
+        computes  embed, layer 0, layer 1 … head | head, layer 7, … layer 1, layer 0, embed | update bigrams, MLPs … last table
+        wire      bigrams, gather 0, 1 … head    | loss, head, sum of 7 … 1,  0, bigrams, scalars, embed … last table
 
+    Bigrams are rows of a table of which every rank holds and updates its own columns (`ColumnExchange`), so nobody sums or gathers it.
     Gathered is what the step before this one updated, just before the layer that needs it (`weights_needed`, first micro-batch);
     a layer's gradients are summed as soon as they are complete (`gradients_complete`, last micro-batch). So a rank's weights
     are whole only from `gather` or the end of a forward pass on, until the next update.
-    Both algorithms ignore the scale of the gradient, so the loss is summed over tokens and nothing is divided.
+    All algorithms ignore the scale of the gradient, so the loss is summed over tokens and nothing is divided.
     """
 
     def __init__(self, model: GPT, config: Config, world: World):
