@@ -139,7 +139,7 @@ class Config:
     cooldown: float = 0.6               # share of the steps over which the learning rate falls linearly ...
     final_lr: float = 0.15              # ... to this share of itself
     adam_every: int = 2                 # steps whose gradients one Adam update takes together
-    softmax_samples: int = 8192         # tokens whose logits a micro-batch computes beside its own targets'; 0: all
+    softmax_samples: int = 8192         # tokens whose logits a micro-batch computes beside its own targets'; 0, and extra steps: all
 
     # Optimizer
     muon_lr: float = 0.023
@@ -170,10 +170,10 @@ class Config:
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
-    fused_residual: bool = False        # what enters attention and MLP, and the sum of its gradients; not yet measured,
+    fused_residual: bool = True         # what enters attention and MLP, and the sum of its gradients,
     fused_orthogonalisation: bool = True        # Newton-Schulz,
-    fused_qkv: bool = False             # what stands between the product Q, K, V and attention; not yet measured,
-    fused_row_update: bool = False      # update of the bigram table, of only the rows read; not yet measured
+    fused_qkv: bool = True              # what stands between the product Q, K, V and attention,
+    fused_row_update: bool = True       # update of the bigram table, of only the rows read
     compile: bool = True                # torch.compile of the blocks, on GPUs
     capture: bool = True                # each kind of step as one CUDA graph
     overlap: bool = True                # collectives under computation; false: all before it and all behind it
@@ -901,6 +901,7 @@ class Step(NamedTuple):
     sequence_length: int
     windows: tuple[int, int]            # short and long, in blocks
     multi_token: tuple[float, ...]      # loss weights of the next 1 ... k tokens
+    sampled: bool                       # softmax over a sample of the tokens
     tied: bool
     update_adam: bool
     adam_updated: bool                  # by the step before, or this is the first
@@ -909,8 +910,8 @@ class Step(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        return (self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.tied, self.update_adam,
-                self.adam_updated)
+        return (self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.sampled, self.tied,
+                self.update_adam, self.adam_updated)
 
 
 class Schedule:
@@ -936,7 +937,7 @@ class Schedule:
         warm = min(index / c.momentum_warmup, (len(self) - 1 - index) / c.momentum_cooldown, 1.0)
         return Step(index, c.batch_tokens[stage], c.sequence_length[stage],
                     c.windows[stage] if index < c.steps else c.final_windows, weights,
-                    tied=index < c.tied_share * c.steps,
+                    sampled=c.softmax_samples > 0 and index < c.steps, tied=index < c.tied_share * c.steps,
                     update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,
                     lr=c.lr_scale[stage] * (1 - (1 - c.final_lr) * fallen), momentum=low + (high - low) * warm)
 

@@ -24,7 +24,7 @@ class Batch(NamedTuple):
     max_length: int         # no sequence is longer. All before it are tensors
 
 
-Span = tuple[int, int, int]                 # a shard, and the first and the end of consecutive sequences of it
+Span = tuple[int, int, int, int]            # a shard, the first and the end of consecutive sequences of it, how much of the first is gone
 Sequence = tuple[np.ndarray, int, int]      # a shard's tokens, where in them it starts, its length
 
 
@@ -32,7 +32,8 @@ class Loader:
     """Training batches as a function of the step's number alone: the same on any number of ranks and for any timing.
 
     Sequences begin where documents do, are cut to the step's length and packed end to end into micro-batches of fixed size,
-    in the order of the shards; the last one of a micro-batch is cut to fit. The whole plan, which sequences go where, is made
+    in the order of the shards; the last one of a micro-batch is cut to fit, and what it leaves over is dropped or, with
+    `keep_tails`, begins the next one, so that no token is lost. The whole plan, which sequences go where, is made
     before the run: so too little data is an error then, the number of sequences in a batch has an exact bound, and the
     position in the data needs no saving. Only which tokens a sampled softmax draws (`columns`) depends on the seed as well.
     """
@@ -43,15 +44,17 @@ class Loader:
         self.plan = [list(step) for step in self.make_plan()]
         self.most: dict[int, int] = {}                                   # sequences in a micro-batch, by batch size
         for step, micro_batches in zip(schedule, self.plan):
-            counts = (sum(last - first for _, first, last in spans) for spans in micro_batches)
+            counts = (sum(last - first for _, first, last, _ in spans) for spans in micro_batches)
             self.most[step.batch_tokens] = max(self.most.get(step.batch_tokens, 0), *counts)
-        self.columns = self.count_columns() if config.softmax_samples else {}      # of a micro-batch, by batch size
+        self.columns = self.count_columns()                              # of a micro-batch, by batch size
 
     def sequences(self, spans: list[Span], step: "Step") -> Iterator[Sequence]:
-        for shard, first, last in spans:
+        for shard, first, last, gone in spans:
             starts, before = self.text.sequences(shard, step.sequence_length)
             tokens = np.asarray(self.text.tokens(shard))                 # slices of a memory map cost more
-            yield from ((tokens, *s) for s in zip(starts[first:last].tolist(), np.diff(before[first:last + 1]).tolist()))
+            for start, length in zip(starts[first:last].tolist(), np.diff(before[first:last + 1]).tolist()):
+                yield tokens, start + gone, length - gone
+                gone = 0
 
     def count_columns(self) -> dict[int, int]:
         """How many columns hold every micro-batch's targets and the sample, by batch size.
@@ -60,7 +63,7 @@ class Loader:
         """
         columns: dict[int, int] = {}
         for step, micro_batches in zip(self.schedule, self.plan):
-            for spans in micro_batches:
+            for spans in micro_batches if step.sampled else ():
                 different = np.zeros(self.config.padded_vocab, bool)
                 different[self.config.document_start] = True             # the target of a shard's last token
                 following = [text[start + 1:start + 1 + length] for text, start, length in self.sequences(spans, step)]
@@ -70,8 +73,12 @@ class Loader:
                 columns[step.batch_tokens] = max(columns.get(step.batch_tokens, 0), wanted)
         return columns
 
+    def columns_of(self, step: "Step") -> int | None:
+        """How many tokens' logits this step computes; None: all."""
+        return self.columns.get(step.batch_tokens) if step.sampled else None
+
     def make_plan(self) -> Iterator[list[list[Span]]]:
-        shard, position, epoch = 0, 0, 0
+        shard, position, epoch, keep = 0, 0, 0, self.config.keep_tails
         for step in self.schedule:
             micro_batches = []
             for _ in range(self.config.micro_batches):
@@ -79,16 +86,21 @@ class Loader:
                 while missing > 0:
                     starts, before = self.text.sequences(shard, step.sequence_length)
                     first = int(np.searchsorted(starts, position))
+                    if keep and first and position < starts[first - 1] + before[first] - before[first - 1]:
+                        first -= 1
                     if first == len(starts):
                         shard, position = (shard + 1) % len(self.text), 0
                         epoch += shard == 0
                         if epoch == self.config.epochs:
                             raise ShardError(self.too_few(step))
                         continue
-                    last = min(int(np.searchsorted(before, before[first] + missing)), len(starts))
-                    missing -= int(before[last] - before[first])
+                    gone = max(position - int(starts[first]), 0)
+                    last = min(int(np.searchsorted(before, before[first] + gone + missing)), len(starts))
+                    over = max(int(before[last] - before[first]) - gone - missing, 0)
+                    missing -= int(before[last] - before[first]) - gone - over
                     position = int(starts[last]) if last < len(starts) else len(self.text.tokens(shard))
-                    spans.append((shard, first, last))
+                    position -= over if keep else 0
+                    spans.append((shard, first, last, gone))
                 micro_batches.append(spans)
             yield micro_batches
         self.epochs = epoch + (shard + position / len(self.text.tokens(shard))) / len(self.text)    # that the plan takes
@@ -109,7 +121,7 @@ class Loader:
         for i in range(self.world.rank * share, (self.world.rank + 1) * share):
             sequences = self.sequences(self.plan[index][i], step)
             batch = make_batch(sequences, n, self.most[step.batch_tokens], step.sequence_length, self.config)
-            if count := self.columns.get(step.batch_tokens):
+            if count := self.columns_of(step):
                 generator = np.random.default_rng([self.config.seed % 2**32, index, i])
                 columns = sample_columns(batch.targets.numpy(), count, self.config.padded_vocab, generator)
                 batch = batch._replace(columns=torch.from_numpy(columns))

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.backend import check, tl, triton
 
 # (rows a tile, warps, programs); the first is used.
-CONFIGS = [(4, 4, 1056), (8, 8, 528), (2, 4, 2048), (4, 8, 528)]
+CONFIGS = [(2, 4, 2048), (4, 4, 1056), (4, 8, 528), (8, 8, 528)]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 APART = 4  # float32 numbers: scales start at multiples of 16 bytes, for products that want their pointers so
 

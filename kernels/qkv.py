@@ -19,7 +19,7 @@ from kernels.value_gate import value_mix, value_mix_backward, value_mix_referenc
 
 EPS = torch.finfo(torch.float32).eps            # what rms_norm adds for every dtype up to float32
 # (tokens a program, warps); the first is used. With 8 tokens of 128 channels to 4 warps a thread has 16 bytes of each row.
-CONFIGS = [(8, 4), (16, 4), (4, 2), (16, 8), (32, 8), (2, 1)]
+CONFIGS = [(8, 4), (4, 2), (2, 1), (16, 8), (16, 4), (32, 8)]
 
 
 def qkv_heads_twin(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, seen: Tensor | None, value_row: Tensor | None,

@@ -72,9 +72,13 @@ def relu_squared_backward_fp8_reference(grad: Tensor, w: Tensor, act: Tensor, sc
 
 
 @triton.jit
-def pairs(bits, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows r and r + 8 of each 16, as one row of 16-bit numbers (ROWS // 2, COLUMNS): a thread holds both, so nothing moves."""
-    low, high = tl.split(tl.permute(tl.reshape(bits, (ROWS // 16, 2, 8, COLUMNS)), (0, 2, 3, 1)))
+def pairs(x, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows r and r + 8 of each 16 in FP8, as one row of 16-bit numbers (ROWS // 2, COLUMNS): a thread holds both, so nothing moves.
+
+    Joined before the conversion, which takes two numbers at a time: those become one 16-bit number without further work.
+    """
+    low, high = tl.split(tl.permute(tl.reshape(x, (ROWS // 16, 2, 8, COLUMNS)), (0, 2, 3, 1)))
+    low, high = tl.split(tl.join(low, high).to(dtype).to(tl.uint8, bitcast=True))
     return tl.reshape(low.to(tl.int16) | (high.to(tl.int16) << 8), (ROWS // 2, COLUMNS))
 
 
@@ -93,10 +97,10 @@ def finish(product, act_desc, act_scale_ptr, out_desc, fp8_desc, transposed_desc
         out_desc.store([row, column], product.to(out_desc.dtype))
     if fp8_desc is not None:
         inverse = 1 / tl.load(fp8_scale_ptr)
-        q = tl.clamp(product * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL).to(fp8_desc.dtype)
-        fp8_desc.store([row, column], q)
+        scaled = tl.clamp(product * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        fp8_desc.store([row, column], scaled.to(fp8_desc.dtype))
         if transposed_desc is not None:
-            transposed_desc.store([column, row // 2], pairs(q.to(tl.uint8, bitcast=True), q.shape[0], q.shape[1]).T)
+            transposed_desc.store([column, row // 2], pairs(scaled, fp8_desc.dtype, scaled.shape[0], scaled.shape[1]).T)
 
 
 @triton.jit

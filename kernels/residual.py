@@ -20,8 +20,8 @@ from torch import Tensor
 from kernels.backend import check, tl, triton
 
 # (tokens a tile, warps, programs a multiprocessor) of both kernels; the first is used.
-CONFIGS = [(1, 4, 12), (1, 4, 8), (1, 2, 16), (2, 4, 8), (2, 8, 6), (4, 8, 4)]
-SHARED_CONFIGS = [(4096, 4), (2048, 4), (4096, 8), (8192, 8)]            # (elements a tile, warps) of the shared row's kernel
+CONFIGS = [(1, 4, 8), (1, 2, 16), (2, 4, 8), (4, 8, 4), (1, 4, 12), (2, 8, 6)]
+SHARED_CONFIGS = [(2048, 4), (4096, 8), (4096, 4), (8192, 8)]            # (elements a tile, warps) of the shared row's kernel
 EPS = torch.finfo(torch.float32).eps                                     # of F.rms_norm, which computes in float32
 
 

@@ -14,7 +14,7 @@ from kernels.backend import check, tl, triton
 from kernels.master_weight import apply_update
 
 # (elements a tile, warps), the first is used. A tile is as many whole rows as fit.
-CONFIGS = [(4096, 4), (2048, 4), (4096, 8), (8192, 8)]
+CONFIGS = [(2048, 4), (4096, 8), (4096, 4), (8192, 8)]
 
 
 def row_adam_twin(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second: Tensor, last: Tensor, steps: Tensor,

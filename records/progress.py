@@ -53,7 +53,7 @@ class Report:
         self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, momentum=step.momentum,
                        windows=step.windows, tokens=self.tokens, ms=round(ms, 3))
         rate = step.batch_tokens / ms * 1e3
-        flops = self.trainer.model.flops_per_token(step, self.trainer.loader.columns.get(step.batch_tokens))
+        flops = self.trainer.model.flops_per_token(step, self.trainer.loader.columns_of(step))
         mfu = f"{rate * flops / self.peak / self.trainer.world.size:.0%}" if self.peak else "n/a"
         validation = {} if math.isnan(self.validation_loss) else {"val": f"{self.validation_loss:.4f}"}
         self.bar.set_postfix(loss=f"{self.loss:.4f}", **validation, tok_s=f"{rate:,.0f}", MFU=mfu, refresh=False)
