@@ -173,7 +173,7 @@ class Config:
     fused_residual: bool = True         # what enters attention and MLP, and the sum of its gradients,
     fused_orthogonalisation: bool = True        # Newton-Schulz,
     fused_qkv: bool = True              # what stands between the product Q, K, V and attention,
-    fused_row_update: bool = True       # update of the bigram table, of only the rows read
+    fused_row_update: bool = True       # with fused_embedding, which marks them: update of the bigram table's rows read, no others
     compile: bool = True                # torch.compile of the blocks, on GPUs
     capture: bool = True                # each kind of step as one CUDA graph
     overlap: bool = True                # collectives under computation; false: all before it and all behind it
@@ -474,7 +474,8 @@ def compiled(config: Config, device: torch.device, *functions: Callable) -> dict
         return {f: f for f in functions}
     torch._dynamo.config.recompile_limit = 64               # one for each kind of layer and, at first, each batch size
     kernels = {twin: kernel for setting, pairs in KERNELS.items() for twin, kernel in pairs.items()
-               if getattr(config, setting) and (kernel is not mlp or has_mlp(device))}
+               if getattr(config, setting) and (kernel is not mlp or has_mlp(device))
+               and (kernel is not row_adam or config.fused_embedding)}       # whose backward pass marks the rows that it takes
     return {f: kernels.get(f) or (torch.compile(f) if config.compile else f) for f in functions}
 
 
@@ -739,6 +740,9 @@ class Shard:
         by_row = group.algorithm == "row adam"                           # it has no momentum but for each row the last step
         self.momentum = torch.zeros(len(group.params[0]) if by_row else self.weight.shape, device=device)
         self.steps = torch.zeros((), device=device)
+        self.marked = torch.zeros(len(self.momentum), device=device, dtype=torch.bool) if by_row else None
+        if by_row:
+            group.params[0].marked_rows = self.marked                    # where `embedding` marks the rows to which it adds a gradient
         if muon:
             self.shape = torch.Size([-1, unit[1] if group.squares else unit[0], unit[1]])
             lr = torch.tensor(group.matrix_lr + [1.0] * (first - len(group.matrix_lr)), device=device)
@@ -753,7 +757,8 @@ class Shard:
         if group.algorithm == "row adam":                                # sets to zero only what is not
             table = group.params[0]
             own = [x if x is None else x[:table.numel()].view(table.shape) for x in own]
-            part[row_adam_twin](*own, self.momentum, self.steps, healthy, lr * group.lr, decay, group.betas[1], config.cautious)
+            by_row = self.momentum, self.marked
+            part[row_adam_twin](*own, *by_row, self.steps, healthy, lr * group.lr, decay, group.betas[1], config.cautious)
             return
         if group.algorithm == "adam":
             part[adam_update](*own[:3], self.momentum, self.second, self.steps, healthy, lr * group.lr, decay, group.betas, config.cautious)
@@ -768,7 +773,8 @@ class Shard:
     def state(self) -> list[Tensor]:
         """All that a step changes."""
         own = [self.weight] if self.weight is not self.weights else []
-        return [x for x in (self.weights, *own, self.grads, self.lost_bits, self.momentum, self.second, self.steps) if x is not None]
+        rest = (self.grads, self.marked, self.lost_bits, self.momentum, self.second, self.steps)
+        return [x for x in (self.weights, *own, *rest) if x is not None]
 
 
 class Optimizer:

@@ -1,6 +1,7 @@
 """The kernels against float64 and against their plain twins: on a GPU, or on a CPU in Triton's interpreter."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -594,9 +595,10 @@ def test_add_rows_wherever_a_run_starts_and_ends(runs, dtype):
     for out_dtype in {dtype, torch.float32}:
         old, results = random(count, 48, dtype=out_dtype), []
         for function in (add_rows, add_rows, add_rows_reference):
-            new = old.clone()
-            function(new[:, 16:16 + width], grad, *order, **({"tuned": (16, 16, 2, 1)} if function is add_rows else {}))
+            new, marked = old.clone(), torch.arange(count, device=DEVICE) == 2       # one that an earlier call has marked
+            function(new[:, 16:16 + width], grad, *order, marked, **({"tuned": (16, 16, 2, 1)} if function is add_rows else {}))
             results.append(new)
+            assert marked.tolist() == [n > 0 or row == 2 for row, n in enumerate(runs)]
         exact = old.double()
         exact[:, 16:16 + width].index_add_(0, index, grad.double())
         assert_as_exact_as_pytorch(results[0], results[2], exact)
@@ -609,19 +611,21 @@ def test_add_rows_refuses_what_it_cannot_do():
     out, grad, order = random(9, 32), random(100, 32), sort_rows(torch.randint(9, (100,), device=DEVICE))[1:]
     for name, call in (("grad", lambda: add_rows(out, grad[:5], *order)), ("grad", lambda: add_rows(out, grad.double(), *order)),
                        ("out", lambda: add_rows(out.mT, grad, *order)), ("rows", lambda: add_rows(out, grad, order[0], order[1][:5])),
-                       ("out", lambda: add_rows(out[:1].expand(2 ** 30 + 1, 32), grad, *order))):
+                       ("out", lambda: add_rows(out[:1].expand(2 ** 30 + 1, 32), grad, *order)),
+                       ("marked", lambda: add_rows(out, grad, *order, torch.zeros(8, dtype=torch.bool, device=DEVICE)))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
 
 
 def row_adam_state(rows: int, width: int, split: bool) -> list[torch.Tensor | None]:
-    """Weight, lost bits, gradient, mean square, last step and step count of a table that nothing has touched."""
+    """Weight, lost bits, gradient, mean square, last step, marks and step count of a table that nothing has touched."""
     master = torch.randn(rows, width, device=DEVICE)
     weight, lost = master, None
     if split:
         weight, lost = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
         store_master_weight(weight, lost, master)
-    return [weight, lost, torch.zeros_like(weight), torch.zeros_like(master), torch.zeros(rows, device=DEVICE), torch.zeros((), device=DEVICE)]
+    return [weight, lost, torch.zeros_like(weight), torch.zeros_like(master), torch.zeros(rows, device=DEVICE),
+            torch.zeros(rows, device=DEVICE, dtype=torch.bool), torch.zeros((), device=DEVICE)]
 
 
 @pytest.mark.parametrize("update", [row_adam_twin, row_adam])
@@ -629,7 +633,7 @@ def row_adam_state(rows: int, width: int, split: bool) -> list[torch.Tensor | No
 def test_row_adam_is_adam_without_a_first_moment(update, rows, width, split):
     """Rows touched now and then end where the dense update brings them; a step that is not healthy changes nothing but the gradient."""
     state, numbers = row_adam_state(rows, width, split), [torch.tensor(x, device=DEVICE) for x in (0.02, 0.3)]
-    dense = [x if x is None else x.clone() for x in (*state[:4], torch.zeros_like(state[3]), state[5])]
+    dense = [x if x is None else x.clone() for x in (*state[:4], torch.zeros_like(state[3]), state[6])]
     healthy, once = torch.tensor(True, device=DEVICE), torch.zeros(rows, dtype=torch.bool, device=DEVICE)
     for step in range(8):
         touched = torch.rand(rows, device=DEVICE) < 0.3
@@ -639,25 +643,69 @@ def test_row_adam_is_adam_without_a_first_moment(update, rows, width, split):
         once |= touched & healthy
         for gradient in (state[2], dense[2]):
             gradient.copy_(grad)
+        state[5].copy_(touched | (torch.rand(rows, device=DEVICE) < 0.3))      # some have been read, but their gradient is zero
         if step == 7:
-            state[2][0] = torch.nan
+            state[2][0], state[5][0] = torch.nan, True
         update(*state, healthy, *numbers, 0.9, True)
         if step < 7:
             adam_update(*dense[:3], dense[4], dense[3], dense[5], healthy, *numbers, (0.0, 0.9), True)
         still = ~touched | ~healthy
-        assert not state[2].any() and all(torch.equal(x[still], old[still]) for x, old in zip(state[:5], before) if x is not None and x is not state[2])
-    for mine, theirs in zip((master_weight(*state[:2]), state[5]), (master_weight(*dense[:2]), dense[5])):
+        assert not state[2].any() and not state[5].any()
+        assert all(torch.equal(x[still], old[still]) for x, old in zip(state[:5], before) if x is not None and x is not state[2])
+    for mine, theirs in zip((master_weight(*state[:2]), state[6]), (master_weight(*dense[:2]), dense[5])):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
     assert torch.equal(state[4] > 0, once)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.4, 1.0])
+def test_marks_and_tiles_of_row_adam_change_no_bit(share):
+    """One program or many, few rows a tile or all: the same as with every row marked, and the twin's rows."""
+    rows, width = 150, 24
+    start, numbers = row_adam_state(rows, width, True), [torch.tensor(x, device=DEVICE) for x in (True, 0.02, 0.3)]
+    touched, results = torch.rand(rows, device=DEVICE) < share, []
+    start[2][touched] = random(int(touched.sum()), width).to(torch.bfloat16)
+    start[3].uniform_()
+    for tuned in ((16, 64, 1), (64, 2048, 4), (256, 128, 2), "all marked", "twin"):
+        state = [x.clone() for x in start]
+        state[5].copy_(torch.ones_like(touched) if tuned == "all marked" else touched)
+        update = row_adam_twin if tuned == "twin" else partial(row_adam, **{} if tuned == "all marked" else {"tuned": tuned})
+        update(*state, *numbers, 0.9, True)
+        assert not state[5].any()
+        results.append(state)
+    for other in results[1:4]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+    kernel, twin = results[0], results[4]
+    assert all(torch.equal(kernel[i], twin[i]) for i in (2, 4, 5, 6))
+    torch.testing.assert_close(master_weight(*kernel[:2]), master_weight(*twin[:2]), atol=1e-5, rtol=1e-5)
+
+
+def test_row_adam_takes_what_embedding_marked():
+    """Two micro-batches add to the gradient before an update; no row without a gradient is marked, and none with one is left out."""
+    state, numbers = row_adam_state(90, 40, False), [torch.tensor(x, device=DEVICE) for x in (True, 0.02, 0.3)]
+    twin, table = [x if x is None else x.clone() for x in state], state[0].clone().requires_grad_()
+    table.grad, table.marked_rows = state[2], state[5]
+    for step in range(3):
+        seen = torch.zeros(90, dtype=torch.bool, device=DEVICE)
+        for n in (1, 130):
+            index = torch.randint(90, (n,), device=DEVICE) // 2 * 2
+            embedding(table, sort_rows(index)).backward(random(n, 40, dtype=torch.float32))
+            seen[index] = True
+            assert torch.equal(state[5], seen)
+        twin[2].copy_(state[2])
+        row_adam(*state, *numbers, 0.9, True)
+        row_adam_twin(*twin, *numbers, 0.9, True)
+        assert not state[2].any() and not state[5].any()
+        for kernel, plain in zip(state, twin):
+            assert kernel is plain is None or torch.allclose(kernel, plain, atol=1e-5, rtol=1e-5)
+
+
 def test_row_adam_refuses_what_it_cannot_do():
-    weight, lost, grad, second, last, steps = row_adam_state(6, 8, True)
+    given = dict(zip(("weight", "lost_bits", "grad", "second", "last", "marked", "steps"), row_adam_state(6, 8, True), strict=True))
     numbers = [torch.ones((), device=DEVICE)] * 3
-    for name, state in (("weight", (weight, None, grad, second, last)), ("lost_bits", (weight, lost[:5], grad, second, last)),
-                        ("grad", (weight, lost, grad.mT, second, last)), ("last", (weight, lost, grad, second, last[:5]))):
+    for name, wrong in (("weight", {"lost_bits": None}), ("lost_bits", {"lost_bits": given["lost_bits"][:5]}),
+                        ("grad", {"grad": given["grad"].mT}), ("last", {"last": given["last"][:5]}), ("marked", {"marked": given["last"]})):
         with pytest.raises(ValueError, match=f"{name} must be"):
-            row_adam(*state, steps, *numbers, 0.9, True)
+            row_adam(*(given | wrong).values(), *numbers, 0.9, True)
 
 
 def heads_inputs(n: int, heads: int, head_dim: int, value: bool, starts: tuple = (0, 7, 8, 20), dtype=DTYPES[0],
