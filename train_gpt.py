@@ -38,6 +38,7 @@ from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
+from kernels.linear import linear_and_columns
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
@@ -432,17 +433,21 @@ def sign_rows(rows: Tensor, tokens: Tensor, is_start: Tensor, signs: Tensor) -> 
     return rows * signs[(previous(tokens, is_start) ^ tokens) % len(signs)].type_as(rows)
 
 
-def attention_inputs(x: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_channels: int | None):
-    """Q, K, V side by side (n, 3 width), the gates of the heads (n, heads, 1), and what the value's gates see (n, value_channels).
+def qkv_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """Q, K, V (3 width, width) of `weight` (4 width, width), where Q, K, V and O are stacked, each (out, in), with their learned scale.
 
-    All from the normed residual x that attention reads. `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its
-    learned scale multiplies the weight, which is 10 to 30 times smaller than the activations.
+    It multiplies the weight, which is 10 to 30 times smaller than the activations.
     """
-    qkv = F.linear(x, weight[:3 * weight.size(-1)] * scale)
-    seen = None if value_channels is None else x[:, :value_channels].clone()       # a view's gradient would be as wide as x
-    if gate is not None:
-        gate = torch.sigmoid(F.linear(x[:, :gate.size(-1)], gate.type_as(x)))[..., None]
-    return qkv, gate, seen
+    return weight[:3 * weight.size(-1)] * scale
+
+
+def attention_gates(columns: Tensor, gate: Tensor | None, value_channels: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gates of the heads (n, heads, 1) and what the value's gates see (n, value_channels).
+
+    `columns` (n, gate_channels) are the first of the normed residual that attention reads.
+    """
+    seen = None if value_channels is None else columns[:, :value_channels].clone()       # no view: both gradients are added in here
+    return None if gate is None else torch.sigmoid(F.linear(columns, gate.type_as(columns)))[..., None], seen
 
 
 def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
@@ -521,8 +526,8 @@ class GPT(nn.Module):
         self.attention_gates = small(len(layers), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, share_twin, norm_fork_twin, attention_inputs,
-                             qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
+        self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, share_twin, norm_fork_twin, qkv_weight,
+                             attention_gates, qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twin's FP8 is there to compare with
 
     @torch.no_grad()
@@ -602,8 +607,8 @@ class GPT(nn.Module):
                 normed[source], streams[source] = run[norm_fork_twin](streams[source])
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-            qkv, gate, seen = run[attention_inputs](normed[source], self.bank[i], scale_qkv, gates[i],
-                                                    None if v is None else config.gate_channels // 2)
+            qkv, columns = linear_and_columns(normed[source], run[qkv_weight](self.bank[i], scale_qkv), config.gate_channels)
+            gate, seen = run[attention_gates](columns, gates[i], None if v is None else config.gate_channels // 2)
             q, k, values = run[qkv_heads_twin](qkv, cos[:n], sin[:n], is_start, seen, value_row, value_gate,
                                                config.head_dim, config.key_offset and layer.long_window)
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,

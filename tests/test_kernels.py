@@ -16,6 +16,7 @@ from kernels.embedding import add_rows, add_rows_reference, embedding, embedding
 from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
 from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_scales, weight_scales_twin
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
+from kernels.linear import linear_and_columns, linear_and_columns_reference
 from kernels.master_weight import master_weight, store_master_weight
 from kernels.mlp import mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
@@ -898,6 +899,24 @@ def test_a_residual_scale_of_zero_stays_finite():
     out, normed = mlp_input(x, None, None, scales)
     (out.sum() + normed.sum()).backward()                                # gradients that are expanded, not contiguous
     assert out.eq(0).all() and normed.eq(0).all() and x.grad.eq(0).all() and scales.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("count", [0, 3, 8])
+def test_linear_and_columns_is_its_twin(count):
+    """In float64: its formulas; and where x has other readers, a result none, or a gradient is expanded or another's."""
+    x, first, second = (random(n, 8).double().requires_grad_() for n in (5, 12, 12))
+    assert torch.autograd.gradcheck(lambda *inputs: linear_and_columns(*inputs, count), (x, first))
+    columns_grad, results = random(5, count).double(), []
+    kept = columns_grad.clone()
+    for function in (linear_and_columns_reference, linear_and_columns):
+        stream = 1 * x                                                   # three layers read it, and the residual
+        (qkv, columns), (other, _), (unread, alone) = (function(stream, weight, count) for weight in (first, second, second))
+        outs = stream, qkv, columns, other, alone
+        grads = torch.ones_like(stream), qkv.new_ones(()).expand_as(qkv), columns_grad, other.detach().sin(), columns_grad
+        results.append([*outs, *torch.autograd.grad(outs, (x, first, second), grads)])
+        assert grads[0].eq(1).all() and torch.equal(columns_grad, kept)
+    for plain, ours in zip(*results):
+        torch.testing.assert_close(ours, plain)
 
 
 def test_residual_kernels_refuse_what_they_cannot_do():

@@ -10,6 +10,7 @@ import train_gpt
 from kernels import fp8_linear, mlp, residual
 from kernels.attention import ATTENTION, choose_attention
 from kernels.embedding import embedding, embedding_twin, sort_rows
+from kernels.linear import linear_and_columns, linear_and_columns_reference
 from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.rotary import rotary_tables, rotate
 
@@ -118,7 +119,7 @@ def test_key_offset_takes_the_position_free_half_from_the_token_before():
     cos, sin, _ = rotary_tables([8], n, head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
     is_start = torch.zeros(n, dtype=torch.bool)
     is_start[[0, 7]] = True
-    qkv, _, _ = train_gpt.attention_inputs(x, weight, one, None, None)
+    qkv = F.linear(x, train_gpt.qkv_weight(weight, one))
     plain, offset = (qkv_heads_twin(qkv, cos, sin, is_start, None, None, None, head_dim, on)[1] for on in (False, True))
     half = head_dim // 2
     assert torch.equal(plain[..., :half], offset[..., :half])
@@ -304,6 +305,36 @@ def test_the_qkv_kernels_give_the_model_its_twins_gradients(trainer):
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     for twin, kernel in zip(*results, strict=True):
         assert (kernel.float() - twin.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * twin.float().norm()
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_gates": False}, {"value_embeddings": False},
+                                     {"attention_gates": False, "value_embeddings": False}], ids=str)
+def test_gates_by_their_columns_give_the_model_the_plain_gradients(config, changes, monkeypatch):
+    """In layers with and without value rows, and where several layers read one normed residual."""
+    model, results = train_gpt.Trainer(replace(config, **changes), train_gpt.World()).model, []
+    awake(model)
+    batch = train_gpt.to_device(train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0], DEVICE)
+    for function in (linear_and_columns_reference, linear_and_columns):
+        monkeypatch.setattr(train_gpt, "linear_and_columns", function)
+        model.zero_grad()
+        loss, _ = model(batch, train_gpt.Schedule(config).at(0))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for plain, ours in zip(*results, strict=True):
+        assert (ours.float() - plain.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * plain.float().norm()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("channels", [6, None])
+def test_attention_gates_compile(gated, channels):
+    columns = torch.randn(20, 12, device=DEVICE, requires_grad=True)
+    gate = torch.randn(2, 12, device=DEVICE, requires_grad=True) if gated else None
+    leaves, results = [columns, gate] if gated else [columns], []
+    for function in (train_gpt.attention_gates, torch.compile(train_gpt.attention_gates, backend="aot_eager", fullgraph=True)):
+        out = [x for x in function(columns, gate, channels) if x is not None]
+        results.append([*out, *(torch.autograd.grad(sum(x.sin().sum() for x in out), leaves) if out else ())])
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(plain, compiled)
 
 
 @pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False}], ids=str)
