@@ -43,7 +43,7 @@ from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.qkv import qkv_heads, qkv_heads_twin
-from kernels.residual import mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin, share, share_twin
+from kernels.residual import Addends, add_up, mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin, share, share_twin
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from records.clock import Clock
@@ -457,9 +457,9 @@ def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tens
     return F.linear(y.flatten(1), weight[3 * width:] * scale)
 
 
-def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
+def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
     """What the head sees (n, width): the normed residual, less a share of an earlier layer's output."""
-    return norm(x if early is None else x - backout * early)
+    return norm(add_up(last) if early is None else add_up(last) - backout * add_up(early))
 
 
 KERNELS = {                                                 # setting: Triton kernels by their plain twins
@@ -593,7 +593,7 @@ class GPT(nn.Module):
             arriving = exchange.send(run[embedding_twin](self.bigram_table, sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
-        streams, normed = [run[embed](rows, is_start, self.smear_gate, smear)], {}      # streams[i] enters layer i, the last one the head
+        streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
         terms = [None] * len(config.layers)                              # what each layer adds of the bigram's row
         if self.bigram_table is not None:
             bigram = exchange.receive(arriving)
@@ -601,10 +601,10 @@ class GPT(nn.Module):
                 bigram = run[sign_rows](bigram, batch.tokens, is_start, self.bigram_signs)
             terms = run[share_twin](bigram, self.bigram_scalars)
         for i, layer in enumerate(config.layers):
-            reached(i, streams[i])
+            reached(i, streams[i][-1])                                   # the last addend: the MLP before goes on from its gradient
             source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
             if source not in normed:
-                normed[source], streams[source] = run[norm_fork_twin](streams[source])
+                normed[source], *streams[source] = run[norm_fork_twin](streams[source])      # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
             qkv, columns = linear_and_columns(normed[source], run[qkv_weight](self.bank[i], scale_qkv), config.gate_channels)
@@ -614,9 +614,9 @@ class GPT(nn.Module):
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
-            x, normed_x = run[mlp_input_twin](streams[i], update, terms[i], residuals[i])
+            x, normed_x = run[mlp_input_twin]((*streams[i], update), terms[i], residuals[i])
             fp8 = self.fp8_mlp, config.fp8_weight_grads
-            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel writes over x
+            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel in bfloat16 writes over x
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None
