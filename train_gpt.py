@@ -38,11 +38,12 @@ from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
+from kernels.linear import linear_and_columns
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.qkv import qkv_heads, qkv_heads_twin
-from kernels.residual import mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin, share, share_twin
+from kernels.residual import Addends, add_up, mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin, share, share_twin
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from records.clock import Clock
@@ -166,7 +167,7 @@ class Config:
     attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = True                # with fp8 and fused_mlp: the MLPs' as well as the head's
-    fp8_weight_grads: bool = False      # with fp8_mlp: the gradients of the MLPs' weights as well; not yet measured
+    fp8_weight_grads: bool = True       # with fp8_mlp: the gradients of the MLPs' weights as well
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
@@ -432,17 +433,21 @@ def sign_rows(rows: Tensor, tokens: Tensor, is_start: Tensor, signs: Tensor) -> 
     return rows * signs[(previous(tokens, is_start) ^ tokens) % len(signs)].type_as(rows)
 
 
-def attention_inputs(x: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, value_channels: int | None):
-    """Q, K, V side by side (n, 3 width), the gates of the heads (n, heads, 1), and what the value's gates see (n, value_channels).
+def qkv_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """Q, K, V (3 width, width) of `weight` (4 width, width), where Q, K, V and O are stacked, each (out, in), with their learned scale.
 
-    All from the normed residual x that attention reads. `weight` (4 width, width) holds Q, K, V and O stacked, each (out, in). Its
-    learned scale multiplies the weight, which is 10 to 30 times smaller than the activations.
+    It multiplies the weight, which is 10 to 30 times smaller than the activations.
     """
-    qkv = F.linear(x, weight[:3 * weight.size(-1)] * scale)
-    seen = None if value_channels is None else x[:, :value_channels].clone()       # a view's gradient would be as wide as x
-    if gate is not None:
-        gate = torch.sigmoid(F.linear(x[:, :gate.size(-1)], gate.type_as(x)))[..., None]
-    return qkv, gate, seen
+    return weight[:3 * weight.size(-1)] * scale
+
+
+def attention_gates(columns: Tensor, gate: Tensor | None, value_channels: int | None) -> tuple[Tensor | None, Tensor | None]:
+    """The gates of the heads (n, heads, 1) and what the value's gates see (n, value_channels).
+
+    `columns` (n, gate_channels) are the first of the normed residual that attention reads.
+    """
+    seen = None if value_channels is None else columns[:, :value_channels].clone()       # no view: both gradients are added in here
+    return None if gate is None else torch.sigmoid(F.linear(columns, gate.type_as(columns)))[..., None], seen
 
 
 def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
@@ -452,9 +457,9 @@ def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tens
     return F.linear(y.flatten(1), weight[3 * width:] * scale)
 
 
-def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
+def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
     """What the head sees (n, width): the normed residual, less a share of an earlier layer's output."""
-    return norm(x if early is None else x - backout * early)
+    return norm(add_up(last) if early is None else add_up(last) - backout * add_up(early))
 
 
 KERNELS = {                                                 # setting: Triton kernels by their plain twins
@@ -522,8 +527,8 @@ class GPT(nn.Module):
         self.attention_gates = small(len(layers), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, share_twin, norm_fork_twin, attention_inputs,
-                             qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
+        self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, share_twin, norm_fork_twin, qkv_weight,
+                             attention_gates, qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twin's FP8 is there to compare with
 
     @torch.no_grad()
@@ -589,7 +594,7 @@ class GPT(nn.Module):
             arriving = exchange.send(run[embedding_twin](self.bigram_table, sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
-        streams, normed = [run[embed](rows, is_start, self.smear_gate, smear)], {}      # streams[i] enters layer i, the last one the head
+        streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
         terms = [None] * len(config.layers)                              # what each layer adds of the bigram's row
         if self.bigram_table is not None:
             bigram = exchange.receive(arriving)
@@ -597,22 +602,22 @@ class GPT(nn.Module):
                 bigram = run[sign_rows](bigram, batch.tokens, is_start, self.bigram_signs)
             terms = run[share_twin](bigram, self.bigram_scalars)
         for i, layer in enumerate(config.layers):
-            reached(i, streams[i])
+            reached(i, streams[i][-1])                                   # the last addend: the MLP before goes on from its gradient
             source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
             if source not in normed:
-                normed[source], streams[source] = run[norm_fork_twin](streams[source])
+                normed[source], *streams[source] = run[norm_fork_twin](streams[source])      # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-            qkv, gate, seen = run[attention_inputs](normed[source], self.bank[i], scale_qkv, gates[i],
-                                                    None if v is None else config.gate_channels // 2)
+            qkv, columns = linear_and_columns(normed[source], run[qkv_weight](self.bank[i], scale_qkv), config.gate_channels)
+            gate, seen = run[attention_gates](columns, gates[i], None if v is None else config.gate_channels // 2)
             q, k, values = run[qkv_heads_twin](qkv, cos[:n], sin[:n], is_start, seen, value_row, value_gate,
                                                config.head_dim, config.key_offset and layer.long_window)
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
-            x, normed_x = run[mlp_input_twin](streams[i], update, terms[i], residuals[i])
+            x, normed_x = run[mlp_input_twin]((*streams[i], update), terms[i], residuals[i])
             fp8 = self.fp8_mlp, config.fp8_weight_grads
-            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel writes over x
+            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel in bfloat16 writes over x
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None

@@ -121,7 +121,7 @@ def hidden() -> Iterator[tuple[str, Callable]]:
         x, w_in, w_out = (random(rows, width).requires_grad_() for rows in (tokens, units, units))
         for name, *fp8 in (("bf16", False, False), ("FP8", True, False), ("FP8, weights' gradients too", True, True)):
             def both(x=x, w_in=w_in, w_out=w_out, fp8=fp8):
-                out = mlp.mlp(2 * x, torch.nn.functional.rms_norm(x, x.shape[1:]), w_in, w_out, *fp8)
+                out = residual.add_up(mlp.mlp(2 * x, torch.nn.functional.rms_norm(x, x.shape[1:]), w_in, w_out, *fp8))
                 return torch.autograd.grad(out.float().square().sum(), (x, w_in, w_out))
             yield f"mlp {name} {tokens} × {width} × {units}", both
 
@@ -147,8 +147,8 @@ def residuals() -> Iterator[tuple[str, Callable]]:
         def both(x=x, rows=rows):
             y = x
             for term in residual.share(rows, row_scales):
-                update, y = residual.norm_fork(y)
-                y, seen = residual.mlp_input(y, update, term, scales)
+                update, y = residual.norm_fork((y, rows))
+                y, seen = residual.mlp_input((y, update), term, scales)
             return torch.autograd.grad((y, seen), (x, rows, scales, row_scales), (x, rows))
         yield f"residual of three layers {n} × {width}", both
         bounds = torch.ones(2, device=DEVICE).unbind()

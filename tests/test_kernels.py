@@ -17,6 +17,7 @@ from kernels.embedding import add_rows, add_rows_reference, embedding, embedding
 from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
 from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_scales, weight_scales_twin
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
+from kernels.linear import linear_and_columns, linear_and_columns_reference
 from kernels.master_weight import master_weight, store_master_weight
 from kernels.mlp import mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
@@ -26,8 +27,8 @@ from kernels.relu_squared import (
     FP8_BACKWARD_CONFIGS, FP8_CONFIGS, relu_squared, relu_squared_backward, relu_squared_backward_fp8, relu_squared_backward_fp8_reference,
     relu_squared_backward_reference, relu_squared_fp8, relu_squared_fp8_reference, relu_squared_reference)
 from kernels.residual import (
-    CONFIGS, SHARED_CONFIGS, Term, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward, share, share_twin,
-    shared_rows, shared_rows_reference)
+    CONFIGS, SHARED_CONFIGS, Term, add_up, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward, share,
+    share_twin, shared_rows, shared_rows_reference)
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from kernels.symmetric import (
@@ -280,7 +281,7 @@ def mlp_results(function, x, w_in, w_out, grad, fp8: bool, residual=None, fp8_we
     """The output and the gradients of x, the weights and the residual, which is zero if not given."""
     residual = torch.zeros_like(x) if residual is None else residual
     x, w_in, w_out, residual = (tensor.detach().requires_grad_() for tensor in (x, w_in, w_out, residual))
-    out = function(1 * residual, x, w_in, w_out, fp8, fp8_weight_grads)
+    out = add_up(function(1 * residual, x, w_in, w_out, fp8, fp8_weight_grads))
     return [out.detach(), *torch.autograd.grad(out, (x, w_in, w_out, residual), grad.to(out.dtype))]
 
 
@@ -304,14 +305,15 @@ def test_mlp_function_is_its_twin():
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_mlp_adds_where_the_residual_stands(fp8):
-    """And its twin leaves the residual alone."""
+    """In FP8 not at all, and its twin leaves the residual alone."""
     x, w_in, w_out, _ = mlp_inputs(48, 32, 64)
     for function in (mlp_twin, mlp):
         residual = random(48, 32).type_as(x)
         kept = residual.clone()
-        out = function(residual, x, w_in, w_out, fp8)
-        assert torch.equal(residual, out) if function is mlp else torch.equal(residual, kept)
-        added = function(torch.zeros_like(x), x, w_in, w_out, fp8)
+        addends = function(residual, x, w_in, w_out, fp8)
+        assert len(addends) == 1 + fp8 and (addends[0] is residual) == (fp8 or function is mlp)
+        assert torch.equal(residual, kept) == (fp8 or function is mlp_twin)
+        out, added = add_up(addends), add_up(function(torch.zeros_like(x), x, w_in, w_out, fp8))
         torch.testing.assert_close(out, kept + added, **(dict(atol=0.02, rtol=0.02) if DEVICE == "cuda" else {}))
 
 
@@ -854,9 +856,9 @@ def stack_of_layers(functions: tuple, x, updates: list, rows, scales, row_scales
     x = 1 * x
     for i, update in enumerate(updates):
         if update is not None:
-            normed, x = fork(x)
+            normed, x = fork((x, update) if i else (x,))
             update = update * normed
-        x, seen = enter(x, update, terms[i], scales[i])
+        x, seen = enter((x,) if update is None else (x, x.cos(), update), terms[i], scales[i])
         x = x.add_(seen.sin()) if enter is mlp_input else x + seen.sin()                # as the MLP, in place
     wanted = [leaf for leaf in leaves if leaf is not row_scales or rows is not None]
     if repeat:                                                           # one backward pass that does not reach the rows, and a whole one
@@ -890,11 +892,11 @@ def test_residual_of_layers_is_its_twin(n, width, layers, with_rows, dtype):
 def test_residual_kernels_in_every_configuration(tuned):
     x, update, rows, out_grad, norm_grad = (random(13, 33) for _ in range(5))
     scales, scale = torch.tensor([0.9, 1.2], device=DEVICE), torch.tensor(0.3, device=DEVICE)
-    for args in ((x, update, Term(rows, scale), scales), (x, None, None, None)):
+    for args in (((x, update), Term(rows, scale), scales), ((x, update), None, None), ((x,), None, None)):
         results = []
         for config in (CONFIGS[0], tuned):
             out, normed, rms = residual(*args, tuned=config)
-            results.append([out, normed, rms, *residual_backward(out_grad, norm_grad, normed, rms, args[3], tuned=config)])
+            results.append([out, normed, rms, *residual_backward(out_grad, norm_grad, normed, rms, args[2], tuned=config)])
         for first, other in zip(*results):
             assert first is other is None or error(other, first.double()) < (1e-6 if DEVICE == "cpu" else 1e-2)
 
@@ -927,7 +929,7 @@ def test_a_shared_row_gets_its_gradient_once_and_after_all_layers():
         shared.register_hook(lambda grad, used=used: seen.append((used, grad)))
         terms, y = share(shared, row_scales.requires_grad_()), x
         for i in range(3):
-            deeper, _ = mlp_input(y, None, terms[i], scales[i])
+            deeper, _ = mlp_input((y,), terms[i], scales[i])
             y = deeper if i < used else y
         graphs.append(y)
     (2 * graphs[0] + graphs[1]).backward(torch.ones_like(x))
@@ -938,26 +940,46 @@ def test_a_shared_row_gets_its_gradient_once_and_after_all_layers():
     uses = torch.tensor([3.0, 3.0, 2.0], device=DEVICE)
     torch.testing.assert_close(row_scales.grad, rows.detach().float().sum() * uses, atol=1e-2, rtol=1e-2)
     with torch.no_grad():
-        assert not mlp_input(x, x, share(rows, row_scales)[0], scales[0])[0].requires_grad
+        assert not mlp_input((x, x), share(rows, row_scales)[0], scales[0])[0].requires_grad
 
 
 def test_a_residual_scale_of_zero_stays_finite():
     x, scales = random(5, 16).requires_grad_(), torch.tensor([0.0, 1.0], device=DEVICE, requires_grad=True)
-    out, normed = mlp_input(x, None, None, scales)
+    out, normed = mlp_input((x,), None, scales)
     (out.sum() + normed.sum()).backward()                                # gradients that are expanded, not contiguous
     assert out.eq(0).all() and normed.eq(0).all() and x.grad.eq(0).all() and scales.grad.eq(0).all()
 
 
+@pytest.mark.parametrize("count", [0, 3, 8])
+def test_linear_and_columns_is_its_twin(count):
+    """In float64: its formulas; and where x has other readers, a result none, or a gradient is expanded or another's."""
+    x, first, second = (random(n, 8).double().requires_grad_() for n in (5, 12, 12))
+    assert torch.autograd.gradcheck(lambda *inputs: linear_and_columns(*inputs, count), (x, first))
+    columns_grad, results = random(5, count).double(), []
+    kept = columns_grad.clone()
+    for function in (linear_and_columns_reference, linear_and_columns):
+        stream = 1 * x                                                   # three layers read it, and the residual
+        (qkv, columns), (other, _), (unread, alone) = (function(stream, weight, count) for weight in (first, second, second))
+        outs = stream, qkv, columns, other, alone
+        grads = torch.ones_like(stream), qkv.new_ones(()).expand_as(qkv), columns_grad, other.detach().sin(), columns_grad
+        results.append([*outs, *torch.autograd.grad(outs, (x, first, second), grads)])
+        assert grads[0].eq(1).all() and torch.equal(columns_grad, kept)
+    for plain, ours in zip(*results):
+        torch.testing.assert_close(ours, plain)
+
+
 def test_residual_kernels_refuse_what_they_cannot_do():
     x, one, two = random(6, 8), torch.ones((), device=DEVICE), torch.ones(2, device=DEVICE)
-    for name, call in (("x", lambda: mlp_input(x.T, None, None, two)), ("x", lambda: norm_fork(x.double())), ("x", lambda: norm_fork(x[0])),
-                       ("update", lambda: mlp_input(x, x[:5], None, two)), ("rows", lambda: mlp_input(x, x, Term(x.double(), one), two)),
-                       ("scale", lambda: mlp_input(x, x, Term(x, two), two)), ("scales", lambda: mlp_input(x, x, None, one)),
-                       ("scales", lambda: mlp_input(x, x, None, two.double())), ("scales", lambda: shared_rows([x], x, two)),
+    for name, call in (("x", lambda: mlp_input((x.T,), None, two)), ("x", lambda: norm_fork((x.double(),))),
+                       ("x", lambda: norm_fork((x[0],))), (r"addends\[1\]", lambda: mlp_input((x, x[:5]), None, two)),
+                       (r"addends\[2\]", lambda: norm_fork((x, x, x.double()))),
+                       ("rows", lambda: mlp_input((x, x), Term(x.double(), one), two)),
+                       ("scale", lambda: mlp_input((x, x), Term(x, two), two)), ("scales", lambda: mlp_input((x, x), None, one)),
+                       ("scales", lambda: mlp_input((x, x), None, two.double())), ("scales", lambda: shared_rows([x], x, two)),
                        (r"grads\[1\]", lambda: shared_rows([x, x[:2]], x, two))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
-    assert mlp_input(x[:0], None, None, two)[1].shape == norm_fork(x[:0])[0].shape == (0, 8)
+    assert mlp_input((x[:0],), None, two)[1].shape == norm_fork((x[:0],))[0].shape == (0, 8)
 
 
 def test_stress_finds_what_is_wrong(monkeypatch):

@@ -10,6 +10,7 @@ import train_gpt
 from kernels import fp8_linear, mlp, residual
 from kernels.attention import ATTENTION, choose_attention
 from kernels.embedding import embedding, embedding_twin, sort_rows
+from kernels.linear import linear_and_columns, linear_and_columns_reference
 from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.rotary import rotary_tables, rotate
 
@@ -118,7 +119,7 @@ def test_key_offset_takes_the_position_free_half_from_the_token_before():
     cos, sin, _ = rotary_tables([8], n, head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
     is_start = torch.zeros(n, dtype=torch.bool)
     is_start[[0, 7]] = True
-    qkv, _, _ = train_gpt.attention_inputs(x, weight, one, None, None)
+    qkv = F.linear(x, train_gpt.qkv_weight(weight, one))
     plain, offset = (qkv_heads_twin(qkv, cos, sin, is_start, None, None, None, head_dim, on)[1] for on in (False, True))
     half = head_dim // 2
     assert torch.equal(plain[..., :half], offset[..., :half])
@@ -216,8 +217,8 @@ def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
     def whole(share, first, second):
         x, bigram, *weights = (tensor.clone().requires_grad_() for tensor in inputs)
         scales, bigram_scales = (torch.tensor(values, device=DEVICE, requires_grad=True) for values in ([0.9, 1.1], [0.3]))
-        stream, normed = first(x, x.sin(), share(bigram, bigram_scales)[0], scales)
-        out = second(stream, normed, *weights)
+        stream, normed = first((x, x.sin()), share(bigram, bigram_scales)[0], scales)
+        out, = second(stream, normed, *weights)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, bigram, *weights, scales, bigram_scales))]
 
     for name in ("relu_squared", "relu_squared_backward"):  # on GPUs the kernels take minutes to compile in float32
@@ -228,7 +229,7 @@ def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
     compiled = [torch.compile(twin, backend="aot_eager", fullgraph=True) for twin in twins]
     expected = whole(*twins, lambda *tensors: mlp.mlp_twin(*tensors, False))
     for functions in (compiled, twins, (residual.share, residual.mlp_input)):
-        for found, wanted in zip(whole(*functions, mlp.MLP.apply), expected):
+        for found, wanted in zip(whole(*functions, lambda *tensors: mlp.mlp(*tensors, False)), expected):
             torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
 
@@ -307,21 +308,85 @@ def test_the_qkv_kernels_give_the_model_its_twins_gradients(trainer):
         assert (kernel.float() - twin.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * twin.float().norm()
 
 
-@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"attention_gates": False}, {"value_embeddings": False},
+                                     {"attention_gates": False, "value_embeddings": False}], ids=str)
+def test_gates_by_their_columns_give_the_model_the_plain_gradients(config, changes, monkeypatch):
+    """In layers with and without value rows, and where several layers read one normed residual."""
+    model, results = train_gpt.Trainer(replace(config, **changes), train_gpt.World()).model, []
+    awake(model)
+    batch = train_gpt.to_device(train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0], DEVICE)
+    for function in (linear_and_columns_reference, linear_and_columns):
+        monkeypatch.setattr(train_gpt, "linear_and_columns", function)
+        model.zero_grad()
+        loss, _ = model(batch, train_gpt.Schedule(config).at(0))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    for plain, ours in zip(*results, strict=True):
+        assert (ours.float() - plain.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * plain.float().norm()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("channels", [6, None])
+def test_attention_gates_compile(gated, channels):
+    columns = torch.randn(20, 12, device=DEVICE, requires_grad=True)
+    gate = torch.randn(2, 12, device=DEVICE, requires_grad=True) if gated else None
+    leaves, results = [columns, gate] if gated else [columns], []
+    for function in (train_gpt.attention_gates, torch.compile(train_gpt.attention_gates, backend="aot_eager", fullgraph=True)):
+        out = [x for x in function(columns, gate, channels) if x is not None]
+        results.append([*out, *(torch.autograd.grad(sum(x.sin().sum() for x in out), leaves) if out else ())])
+    for plain, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(plain, compiled)
+
+
+def unsummed_mlp(residual, x, w_in, w_out, *_):
+    """As in FP8: two addends; without its rounding."""
+    return residual, F.relu(F.linear(x, w_in)).square() @ w_out
+
+
+# The last layer's attention reads what entered layer 2, which has not summed it; and from 2 on the head subtracts what nobody has.
+LATE = (train_gpt.Layer(value_embedding=True), train_gpt.Layer(long_window=True), train_gpt.Layer(attends_to=0),
+        train_gpt.Layer(attends_to=1))
+
+
+@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False}, {"layers": LATE, "backout_layer": 2}],
+                         ids=["recipe", "less", "late"])
 def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
-    """Loss and the gradient of every parameter: rows that all layers share, streams that several layers read."""
+    """Loss and the gradient of every parameter: rows that all layers share, streams that several layers read, sums not yet made."""
     trainer, results = train_gpt.Trainer(replace(config, **changes), train_gpt.World()), []
     model, step = trainer.model, trainer.schedule.at(0)
     awake(model)
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
-    for kernels in ({}, train_gpt.KERNELS["fused_residual"]):
-        model.part = model.part | kernels
+    unsummed = {mlp.mlp_twin: unsummed_mlp}
+    plain, kernels = model.part, train_gpt.KERNELS["fused_residual"]
+    for parts in ({}, kernels, unsummed, kernels | unsummed):
+        model.part = plain | parts
         model.zero_grad(set_to_none=False)
         loss, _ = model(batch, step)
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    for (name, _), twin, kernel in zip([("loss", None), *model.named_parameters()], *results):
-        assert (kernel - twin).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * twin.norm(), name
+    for (name, _), twin, *others in zip([("loss", None), *model.named_parameters()], *results):
+        for other in others:
+            assert (other - twin).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * twin.norm(), name
+
+
+@pytest.mark.parametrize("parts", [{}, {mlp.mlp_twin: unsummed_mlp}], ids=["summed", "unsummed"])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_gradients_are_complete_behind_what_a_layer_reads(trainer, parts, kernels):
+    """Of a layer and of all later ones, and that of the layer before has not begun."""
+    model, later = trainer.model, {}
+    awake(model)
+    model.part = model.part | parts | (train_gpt.KERNELS["fused_residual"] if kernels else {})
+    banks = [[model.bank[i], *model.mlp_weights(i)] for i in range(len(model.config.layers))]
+
+    def reached(layer: int, x: torch.Tensor | None) -> None:
+        if x is not None:
+            x.register_hook(lambda _: later.update({layer: [[p.grad.clone() for p in bank] for bank in banks]}))
+
+    model(train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE), trainer.schedule.at(0), reached)[0].backward()
+    assert list(later) == [*reversed(range(len(banks) + 1))]
+    for layer, seen in later.items():
+        for i, (bank, grads) in enumerate(zip(banks, seen)):
+            assert all(torch.equal(grad, p.grad if i >= layer else torch.zeros_like(p)) for p, grad in zip(bank, grads))
 
 
 SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "backout", "late_input", "yarn", "neuron_norm",
