@@ -110,8 +110,9 @@ class Config:
     layers: tuple[Layer, ...] = SPEEDRUN_LAYERS
     backout_layer: int = 4              # part of this layer's output is subtracted before the head
     width: int = 768
-    head_dim: int = 128
-    rotary_share: float = 0.5           # of each head has a position, the rest has none
+    head_dim: int = 128                 # channels of a head's value
+    qk_dim: int = 128                   # and of its query and key
+    rotary_share: float = 0.5           # of each query and key has a position, the rest has none
     rotary_base: float = 1024.0
     attention_scale: float = 0.1
     gate_channels: int = 12             # of a token's vector that its gates see
@@ -208,7 +209,7 @@ PRESETS = {
                       adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
-        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, bigram_rows=16_384,
+        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, qk_dim=64, bigram_rows=16_384,
         steps=150, extra_steps=10, batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), window_block=32,
         windows=((1, 3), (3, 7), (5, 11)), softmax_samples=0, momentum_warmup=100, momentum_cooldown=20,
         val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
@@ -277,6 +278,9 @@ def check_config(config: Config) -> None:
                         "a chunk holds whole sequences: raise it or lower the other")
     if config.steps < stages or config.extra_steps < 0:
         raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for each of {stages} stages")
+    if config.qk_dim < 1 or 2 * config.heads * config.qk_dim % config.width:
+        raise UserError(f"--qk_dim {config.qk_dim}: the queries and keys of {config.heads} heads fill no whole number of {config.width} x "
+                        f"{config.width} matrices, which NorMuon takes; use a multiple of {config.head_dim // 2}, half of --head_dim")
     if config.softmax_samples < 0:
         raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, 0 for all")
     if config.attention not in ("auto", *ATTENTION):
@@ -434,11 +438,11 @@ def sign_rows(rows: Tensor, tokens: Tensor, is_start: Tensor, signs: Tensor) -> 
 
 
 def qkv_weight(weight: Tensor, scale: Tensor) -> Tensor:
-    """Q, K, V (3 width, width) of `weight` (4 width, width), where Q, K, V and O are stacked, each (out, in), with their learned scale.
+    """Q, K, V (2 heads qk_dim + width, width) of `weight`, where Q, K, V and O are stacked, each (out, in), with their learned scale.
 
     It multiplies the weight, which is 10 to 30 times smaller than the activations.
     """
-    return weight[:3 * weight.size(-1)] * scale
+    return weight[:-weight.size(-1)] * scale
 
 
 def attention_gates(columns: Tensor, gate: Tensor | None, value_channels: int | None) -> tuple[Tensor | None, Tensor | None]:
@@ -453,8 +457,7 @@ def attention_gates(columns: Tensor, gate: Tensor | None, value_channels: int | 
 def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
     """What attention adds to the residual (n, width): gated heads y (n, heads, head_dim) through O with its learned scale."""
     y = y if gate is None else y * gate
-    width = weight.size(-1)
-    return F.linear(y.flatten(1), weight[3 * width:] * scale)
+    return F.linear(y.flatten(1), weight[-weight.size(-1):] * scale)
 
 
 def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
@@ -485,8 +488,8 @@ def compiled(config: Config, device: torch.device, *functions: Callable) -> dict
 
 
 class GPT(nn.Module):
-    """The model. All hidden matrices have one shape, (4 width, width): MLP-in, MLP-out (one row a hidden unit in both), and
-    Q, K, V, O of a layer stacked. So a row is an output neuron of Q, K, V, O or a hidden unit everywhere in the bank.
+    """The model. Its bank of hidden matrices holds, for each layer, Q, K, V, O stacked, (2 heads qk_dim + 2 width, width); then, layer by
+    layer, MLP-in and MLP-out, (4 width, width). A row is an output neuron of Q, K, V, O or a hidden unit everywhere in the bank.
     """
 
     def __init__(self, config: Config, world: World):
@@ -499,7 +502,7 @@ class GPT(nn.Module):
         self.fp8 = config.fp8 and has_fp8(device)
         long_windows = [*(long for _, long in config.windows), config.final_windows[1], config.val_window]
         longest = max(config.val_chunk, *(tokens // config.micro_batches for tokens in config.batch_tokens))
-        self.rotary = rotary_tables([w * config.window_block for w in long_windows], longest, int(config.head_dim * config.rotary_share),
+        self.rotary = rotary_tables([w * config.window_block for w in long_windows], longest, int(config.qk_dim * config.rotary_share),
                                     config.rotary_base, config.attention_scale, config.yarn, device)
         self.loss_weights = torch.ones(3, device=device)
         layers, width, heads = config.layers, config.width, config.heads
@@ -512,8 +515,8 @@ class GPT(nn.Module):
         def small(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(*shape, device=device))      # float32: few, and their updates are small
 
-        bank = torch.empty(3 * len(layers), 4 * width, width, device=device, dtype=self.dtype)
-        self.bank = nn.ParameterList(nn.Parameter(matrix) for matrix in bank)
+        rows = [2 * heads * config.qk_dim + 2 * width] * len(layers) + [4 * width] * 2 * len(layers)
+        self.bank = nn.ParameterList(table(n) for n in rows)
         self.head, self.embedding = table(config.padded_vocab), table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
         self.bigram_table = table(config.bigram_rows, width // world.size) if config.bigram_rows else None     # this rank's columns
@@ -611,7 +614,7 @@ class GPT(nn.Module):
             qkv, columns = linear_and_columns(normed[source], run[qkv_weight](self.bank[i], scale_qkv), config.gate_channels)
             gate, seen = run[attention_gates](columns, gates[i], None if v is None else config.gate_channels // 2)
             q, k, values = run[qkv_heads_twin](qkv, cos[:n], sin[:n], is_start, seen, value_row, value_gate,
-                                               config.head_dim, config.key_offset and layer.long_window)
+                                               config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
@@ -634,7 +637,7 @@ class GPT(nn.Module):
         weights = sum(m.numel() for m in self.bank) + (columns or len(self.head)) * self.config.width
         reach = sum(min(step.windows[layer.long_window] * self.config.window_block, step.sequence_length)
                     for layer in self.config.layers)
-        return 6 * weights + 12 * self.config.width * reach
+        return 6 * weights + 6 * (self.config.heads * self.config.qk_dim + self.config.width) * reach
 
 
 # ========== Optimizer ================================================================================================

@@ -20,15 +20,17 @@ def heads_gradients(function: Callable) -> Callable:
 
 
 def heads_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
-    def inputs(tokens: int, key_offset: bool, value: bool) -> tuple:
-        is_start, (cos, sin) = torch.arange(tokens, device="cuda") % 512 == 0, random(2, tokens, head_dim // 4).float()
+    def inputs(tokens: int, qk_dim: int, key_offset: bool, value: bool) -> tuple:
+        is_start, (cos, sin) = torch.arange(tokens, device="cuda") % 512 == 0, random(2, tokens, qk_dim // 4).float()
         gates = (random(tokens, 6), random(tokens, heads * head_dim), random(heads, 12).float()) if value else (None, None, None)
-        return (random(tokens, 3 * heads * head_dim), cos, sin, is_start, *gates, head_dim, key_offset, *random(3, tokens, heads, head_dim))
+        grads = (random(tokens, heads, dim) for dim in (qk_dim, qk_dim, head_dim))
+        return random(tokens, heads * (2 * qk_dim + head_dim)), cos, sin, is_start, *gates, qk_dim, head_dim, key_offset, *grads
 
-    for tokens in (16384, 49152):
+    for qk_dim, tokens in ((128, 16384), (128, 49152), (64, 49152)):
         for name, *has in (("", False, False), (", key offset", True, False), (", value rows", False, True)):
-            yield Case("from QKV to attention, both ways" + name, f"{tokens} × 3 × {heads} × {head_dim}", partial(inputs, tokens, *has),
-                       qkv.qkv_heads, qkv.qkv_heads_twin, 0.0, 2.0 * tokens * heads * head_dim * (17 if has[1] else 14),
+            channels = 10 * qk_dim + (7 if has[1] else 4) * head_dim
+            yield Case("from QKV to attention, both ways" + name, f"{tokens} × {heads} × (2 × {qk_dim} + {head_dim})",
+                       partial(inputs, tokens, qk_dim, *has), qkv.qkv_heads, qkv.qkv_heads_twin, 0.0, 2.0 * tokens * heads * channels,
                        exact=heads_gradients(qkv.qkv_heads_twin), wrap=heads_gradients, configs=qkv.CONFIGS)
 
 

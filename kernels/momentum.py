@@ -27,11 +27,13 @@ def chosen(count: int, kinds: list[str]) -> dict[int, str]:
     return {layer * len(kinds) + i % len(kinds): f"{kinds[i % len(kinds)]} {layer}" for i, layer in enumerate(depths)}
 
 
-def recording(orthogonalise: Callable, matrices: Matrices, step: int) -> Callable:
+def recording(orthogonalise: Callable, matrices: Matrices, step: int, layers: int) -> Callable:
     """`orthogonalise` that keeps copies of the chosen matrices it is given, under the number of the step."""
     def record(x: Tensor, *arguments) -> Tensor:
         square = x.shape[-2] == x.shape[-1]
-        for index, name in chosen(len(x), ["Q", "K", "V", "O"] if square else ["MLP-in", "MLP-out"]).items():
+        squares = len(x) // layers                          # of Q and K two, but if they are narrower or wider than V
+        attention = [*(["Q", "K"] if squares == 4 else ["QK"] * (squares - 2)), "V", "O"]
+        for index, name in chosen(len(x), attention if square else ["MLP-in", "MLP-out"]).items():
             matrices.setdefault(name, {})[step] = x[index].to("cpu", copy=True)
         return orthogonalise(x, *arguments)
     return record
@@ -45,7 +47,7 @@ def capture(config: train_gpt.Config, at: list[int]) -> tuple[Matrices, list[flo
     steps = [trainer.schedule.at(index) for index in range(max(at))]
     for step, batches in zip(steps, trainer.loader.prefetch(0, max(at))):
         number = step.index + 1
-        part[newton_schulz_reference] = recording(orthogonalise, matrices, number) if number in at else orthogonalise
+        part[newton_schulz_reference] = recording(orthogonalise, matrices, number, len(config.layers)) if number in at else orthogonalise
         losses.append(trainer.step(step, batches))
     return matrices, torch.stack(losses).tolist()
 

@@ -2,8 +2,8 @@
 
 In long windows the position-free channels of k then come from the token before. One pass each way: forward reads QKV and writes
 q, k, v; backward reads Q, K and the gradients of q, k, v and writes QKV's, as the next product wants it, in one piece. For 49,152
-tokens of 768 in bf16 that is 453 and 604 MB, at the bandwidth of one H200 108 and 145 µs (not measured yet: README.md); value rows
-add 75 and 151 MB. Compiled PyTorch takes several passes each way.
+tokens of 6 heads of 128 channels in bf16 that is 453 and 604 MB, at the bandwidth of one H200 108 and 145 µs (not measured yet:
+README.md); value rows add 75 and 151 MB. Compiled PyTorch takes several passes each way.
 
 A program takes one head of a few tokens, Q, K and V of it. Norms are computed again in the backward pass; what is rotated
 with a channel is read a second time, from cache: so a row keeps one layout, is read in whole lines and needs no shared memory.
@@ -23,10 +23,12 @@ CONFIGS = [(8, 4), (4, 2), (2, 1), (16, 8), (16, 4), (32, 8)]
 
 
 def qkv_heads_twin(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, seen: Tensor | None, value_row: Tensor | None,
-                   value_gate: Tensor | None, head_dim: int, key_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
+                   value_gate: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch twin of `qkv_heads`."""
-    q, k, v = qkv.view(len(qkv), 3, -1, head_dim).unbind(1)
-    q, k = (rotate(F.rms_norm(part, (head_dim,), eps=EPS), cos, sin) for part in (q, k))
+    dims = qk_dim, qk_dim, head_dim
+    heads = qkv.size(1) // sum(dims)
+    q, k, v = (part.unflatten(1, (heads, dim)) for part, dim in zip(qkv.split([heads * dim for dim in dims], 1), dims))
+    q, k = (rotate(F.rms_norm(part, (qk_dim,), eps=EPS), cos, sin) for part in (q, k))
     if key_offset:
         rotary = 2 * cos.size(-1)
         before = F.pad(k[:-1, :, rotary:], (0, 0, 0, 0, 1, 0))
@@ -37,16 +39,16 @@ def qkv_heads_twin(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, seen
 
 
 @triton.jit
-def place(HEADS: tl.constexpr, TOKENS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """This program's head and tokens (TOKENS,), and the channels (1, HEAD_DIM). Neighbours share tokens, so lines of the tables."""
+def place(HEADS: tl.constexpr, TOKENS: tl.constexpr, QK_DIM: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """This program's head and tokens (TOKENS,), and the channels of Q and K and of V. Neighbours share tokens, so lines of the tables."""
     head = tl.program_id(0) % HEADS
     token = (tl.program_id(0) // HEADS).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    return head, token, tl.arange(0, HEAD_DIM)[None, :]
+    return head, token, tl.arange(0, QK_DIM)[None, :], tl.arange(0, HEAD_DIM)[None, :]
 
 
 @triton.jit
 def angles(cos_ptr, sin_ptr, token, channel, inside, R: tl.constexpr):
-    """(tokens, head_dim) factors of each channel and of its partner: cos and ∓sin, and 1 and 0 on channels without a position."""
+    """(tokens, qk_dim) factors of each channel and of its partner: cos and ∓sin, and 1 and 0 on channels without a position."""
     at, rotated = token[:, None] * R + channel % R, inside & (channel < 2 * R)
     sin = tl.load(sin_ptr + at, mask=rotated, other=0.0)
     return tl.load(cos_ptr + at, mask=rotated, other=1.0), tl.where(channel < R, -sin, sin)
@@ -54,103 +56,112 @@ def angles(cos_ptr, sin_ptr, token, channel, inside, R: tl.constexpr):
 
 @triton.jit
 def load_rotated(rows, cos, sin, channel, inside, R: tl.constexpr):
-    """x (tokens, head_dim) and x rotated, float32; `rows` point to their first channels."""
+    """x (tokens, qk_dim) and x rotated, float32; `rows` point to their first channels."""
     x = tl.load(rows + channel, mask=inside, other=0.0).to(tl.float32)
     partner = tl.load(rows + (channel + R) % (2 * R), mask=inside & (channel < 2 * R), other=0.0).to(tl.float32)
     return x, x * cos + partner * sin
 
 
 @triton.jit
-def inverse_norm(x, EPS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    return tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + EPS)[:, None]
+def inverse_norm(x, EPS: tl.constexpr, QK_DIM: tl.constexpr):
+    return tl.rsqrt(tl.sum(x * x, 1) / QK_DIM + EPS)[:, None]
 
 
 @triton.jit
-def norm_backward(x, grad, EPS: tl.constexpr, HEAD_DIM: tl.constexpr):
-    scale = inverse_norm(x, EPS, HEAD_DIM)
-    return scale * (grad - x * (scale * scale * (tl.sum(x * grad, 1) / HEAD_DIM)[:, None]))
+def norm_backward(x, grad, EPS: tl.constexpr, QK_DIM: tl.constexpr):
+    scale = inverse_norm(x, EPS, QK_DIM)
+    return scale * (grad - x * (scale * scale * (tl.sum(x * grad, 1) / QK_DIM)[:, None]))
 
 
 @triton.jit
 def heads_kernel(qkv_ptr, cos_ptr, sin_ptr, is_start_ptr, row_ptr, mix_ptr, q_ptr, k_ptr, v_ptr, n,
                  OFFSET: tl.constexpr, VALUE: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
-                 EPS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
-    head, token, channel = place(HEADS, TOKENS, HEAD_DIM)
-    live, inside, width = token < n, (token < n)[:, None], HEADS * HEAD_DIM
-    rows = qkv_ptr + token[:, None] * (3 * width) + head * HEAD_DIM
-    out = token[:, None] * width + head * HEAD_DIM + channel
+                 EPS: tl.constexpr, QK_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
+    head, token, channel, value_channel = place(HEADS, TOKENS, QK_DIM, HEAD_DIM)
+    live, inside = token < n, (token < n)[:, None]
+    row = qkv_ptr + token[:, None] * (HEADS * (2 * QK_DIM + HEAD_DIM))
+    queries = row + head * QK_DIM
+    keys, values = queries + HEADS * QK_DIM, row + 2 * HEADS * QK_DIM + head * HEAD_DIM + value_channel
+    out = token[:, None] * (HEADS * QK_DIM) + head * QK_DIM + channel
+    value_out = token[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM + value_channel
     cos, sin = angles(cos_ptr, sin_ptr, token, channel, inside, R)
-    q, q_rotated = load_rotated(rows, cos, sin, channel, inside, R)
-    k, k_rotated = load_rotated(rows + width, cos, sin, channel, inside, R)
-    v = tl.load(rows + 2 * width + channel, mask=inside, other=0.0)
-    tl.store(q_ptr + out, (q_rotated * inverse_norm(q, EPS, HEAD_DIM)).to(q_ptr.dtype.element_ty), mask=inside)
-    k_rotated *= inverse_norm(k, EPS, HEAD_DIM)
+    q, q_rotated = load_rotated(queries, cos, sin, channel, inside, R)
+    k, k_rotated = load_rotated(keys, cos, sin, channel, inside, R)
+    v = tl.load(values, mask=inside, other=0.0)
+    tl.store(q_ptr + out, (q_rotated * inverse_norm(q, EPS, QK_DIM)).to(q_ptr.dtype.element_ty), mask=inside)
+    k_rotated *= inverse_norm(k, EPS, QK_DIM)
     if OFFSET:
         follows = live & (token > 0) & (tl.load(is_start_ptr + token, mask=live, other=1) == 0)
-        before = tl.load(rows - 2 * width + channel, mask=follows[:, None], other=0.0).to(tl.float32)
-        k_rotated = tl.where(channel < 2 * R, k_rotated, before * inverse_norm(before, EPS, HEAD_DIM))
+        before = keys - HEADS * (2 * QK_DIM + HEAD_DIM) + channel                        # the token's before
+        before = tl.load(before, mask=follows[:, None], other=0.0).to(tl.float32)
+        k_rotated = tl.where(channel < 2 * R, k_rotated, before * inverse_norm(before, EPS, QK_DIM))
     tl.store(k_ptr + out, k_rotated.to(k_ptr.dtype.element_ty), mask=inside)
     if VALUE:
         mix = tl.load(mix_ptr + token * HEADS + head, mask=live, other=0.0)[:, None]
-        v = v.to(tl.float32) + mix * tl.load(row_ptr + out, mask=inside, other=0.0).to(tl.float32)
-    tl.store(v_ptr + out, v.to(v_ptr.dtype.element_ty), mask=inside)
+        v = v.to(tl.float32) + mix * tl.load(row_ptr + value_out, mask=inside, other=0.0).to(tl.float32)
+    tl.store(v_ptr + value_out, v.to(v_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def heads_backward_kernel(qkv_ptr, cos_ptr, sin_ptr, is_start_ptr, row_ptr, mix_ptr, q_grad_ptr, k_grad_ptr, v_grad_ptr,
                           grad_ptr, row_grad_ptr, mix_grad_ptr, n,
                           OFFSET: tl.constexpr, VALUE: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
-                          EPS: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
-    head, token, channel = place(HEADS, TOKENS, HEAD_DIM)
-    live, inside, width = token < n, (token < n)[:, None], HEADS * HEAD_DIM
-    rows = token[:, None] * (3 * width) + head * HEAD_DIM + channel
-    out_rows = token[:, None] * width + head * HEAD_DIM
-    out = out_rows + channel
+                          EPS: tl.constexpr, QK_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
+    head, token, channel, value_channel = place(HEADS, TOKENS, QK_DIM, HEAD_DIM)
+    live, inside = token < n, (token < n)[:, None]
+    row = token[:, None] * (HEADS * (2 * QK_DIM + HEAD_DIM))
+    queries = row + head * QK_DIM + channel
+    keys, values = queries + HEADS * QK_DIM, row + 2 * HEADS * QK_DIM + head * HEAD_DIM + value_channel
+    out_rows = token[:, None] * (HEADS * QK_DIM) + head * QK_DIM
+    value_out = token[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM + value_channel
     cos, sin = angles(cos_ptr, sin_ptr, token, channel, inside, R)
-    q = tl.load(qkv_ptr + rows, mask=inside, other=0.0).to(tl.float32)
-    k = tl.load(qkv_ptr + rows + width, mask=inside, other=0.0).to(tl.float32)
+    q = tl.load(qkv_ptr + queries, mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(qkv_ptr + keys, mask=inside, other=0.0).to(tl.float32)
     _, q_grad = load_rotated(q_grad_ptr + out_rows, cos, -sin, channel, inside, R)      # back by the same angle
     _, k_grad = load_rotated(k_grad_ptr + out_rows, cos, -sin, channel, inside, R)
-    v_grad = tl.load(v_grad_ptr + out, mask=inside, other=0.0)
-    tl.store(grad_ptr + rows, norm_backward(q, q_grad, EPS, HEAD_DIM).to(grad_ptr.dtype.element_ty), mask=inside)
+    v_grad = tl.load(v_grad_ptr + value_out, mask=inside, other=0.0)
+    tl.store(grad_ptr + queries, norm_backward(q, q_grad, EPS, QK_DIM).to(grad_ptr.dtype.element_ty), mask=inside)
     if OFFSET:                                                                          # they went to the next token's k, if to any
         follows = (token + 1 < n) & (tl.load(is_start_ptr + token + 1, mask=token + 1 < n, other=1) == 0)
-        after = tl.load(k_grad_ptr + width + out, mask=follows[:, None] & (channel >= 2 * R), other=0.0)
+        after = k_grad_ptr + HEADS * QK_DIM + out_rows + channel
+        after = tl.load(after, mask=follows[:, None] & (channel >= 2 * R), other=0.0)
         k_grad = tl.where(channel < 2 * R, k_grad, after.to(tl.float32))
-    tl.store(grad_ptr + rows + width, norm_backward(k, k_grad, EPS, HEAD_DIM).to(grad_ptr.dtype.element_ty), mask=inside)
-    tl.store(grad_ptr + rows + 2 * width, v_grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + keys, norm_backward(k, k_grad, EPS, QK_DIM).to(grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + values, v_grad.to(grad_ptr.dtype.element_ty), mask=inside)
     if VALUE:
         v_grad, mixes = v_grad.to(tl.float32), token * HEADS + head
-        row = tl.load(row_ptr + out, mask=inside, other=0.0).to(tl.float32)
+        value_row = tl.load(row_ptr + value_out, mask=inside, other=0.0).to(tl.float32)
         mix = tl.load(mix_ptr + mixes, mask=live, other=0.0)[:, None]
-        tl.store(row_grad_ptr + out, (mix * v_grad).to(row_grad_ptr.dtype.element_ty), mask=inside)
-        tl.store(mix_grad_ptr + mixes, tl.sum(v_grad * row, 1), mask=live)
+        tl.store(row_grad_ptr + value_out, (mix * v_grad).to(row_grad_ptr.dtype.element_ty), mask=inside)
+        tl.store(mix_grad_ptr + mixes, tl.sum(v_grad * value_row, 1), mask=live)
 
 
-def _form(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None, mix: Tensor | None, head_dim: int,
-          key_offset: bool) -> dict:
+def _form(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None, mix: Tensor | None, qk_dim: int,
+          head_dim: int, key_offset: bool) -> dict:
     """The shapes as the kernels take them, after checking what they rely on."""
     check(qkv.ndim == 2 and qkv.is_contiguous() and qkv.dtype in (torch.bfloat16, torch.float16, torch.float32), "qkv", qkv,
-          "contiguous (n, 3 heads head_dim) in bf16, fp16 or float32")
-    (n, width), heads = (len(qkv), qkv.size(1) // 3), qkv.size(1) // (3 * head_dim)
-    check(head_dim & head_dim - 1 == 0 and 0 < 3 * heads * head_dim == qkv.size(1), "qkv", qkv,
-          f"(n, 3 heads head_dim) with the head_dim that is given, {head_dim}, a power of two")
+          "contiguous (n, heads (2 qk_dim + head_dim)) in bf16, fp16 or float32")
+    n, heads = len(qkv), qkv.size(1) // (2 * qk_dim + head_dim)
+    width = heads * head_dim
+    check(qk_dim & qk_dim - 1 == head_dim & head_dim - 1 == 0 and 0 < heads * (2 * qk_dim + head_dim) == qkv.size(1), "qkv", qkv,
+          f"(n, heads (2 qk_dim + head_dim)) with the qk_dim and head_dim that are given, {qk_dim} and {head_dim}, powers of two")
     for name, table in (("cos", cos), ("sin", sin)):
-        check(table.ndim == 2 and len(table) == n and table.shape == cos.shape and 0 < 2 * table.size(1) <= head_dim
-              and table.dtype == torch.float32 and table.is_contiguous(), name, table, f"contiguous float32 ({n}, r), r of 1 to {head_dim // 2}")
+        check(table.ndim == 2 and len(table) == n and table.shape == cos.shape and 0 < 2 * table.size(1) <= qk_dim
+              and table.dtype == torch.float32 and table.is_contiguous(), name, table,
+              f"contiguous float32 ({n}, r), r of 1 to {qk_dim // 2}")
     check(is_start.shape == (n,) and is_start.dtype == torch.bool and is_start.is_contiguous(), "is_start", is_start, f"bool ({n},)")
     if value_row is not None:
         check(value_row.shape == (n, width) and value_row.is_contiguous() and value_row.dtype == qkv.dtype, "value_row", value_row,
               f"contiguous ({n}, {width}) {qkv.dtype}")
         check(mix.shape == (n, heads) and mix.is_contiguous(), "mix", mix, f"contiguous ({n}, {heads})")
-    return dict(OFFSET=key_offset, VALUE=value_row is not None, R=cos.size(1), HEADS=heads, EPS=EPS, HEAD_DIM=head_dim)
+    return dict(OFFSET=key_offset, VALUE=value_row is not None, R=cos.size(1), HEADS=heads, EPS=EPS, QK_DIM=qk_dim, HEAD_DIM=head_dim)
 
 
-def heads_forward(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None, mix: Tensor | None, head_dim: int,
-                  key_offset: bool, tuned: tuple[int, int] = CONFIGS[0]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (n, heads, head_dim), of which v = V + mix value_row; mix (n, heads) float32."""
-    form, (tokens, warps), n = _form(qkv, cos, sin, is_start, value_row, mix, head_dim, key_offset), tuned, len(qkv)
-    q, k, v = (torch.empty(n, form["HEADS"], head_dim, dtype=qkv.dtype, device=qkv.device) for _ in range(3))
+def heads_forward(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None, mix: Tensor | None, qk_dim: int,
+                  head_dim: int, key_offset: bool, tuned: tuple[int, int] = CONFIGS[0]) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k (n, heads, qk_dim) and v (n, heads, head_dim), of which v = V + mix value_row; mix (n, heads) float32."""
+    form, (tokens, warps), n = _form(qkv, cos, sin, is_start, value_row, mix, qk_dim, head_dim, key_offset), tuned, len(qkv)
+    q, k, v = (torch.empty(n, form["HEADS"], dim, dtype=qkv.dtype, device=qkv.device) for dim in (qk_dim, qk_dim, head_dim))
     if n:
         heads_kernel[triton.cdiv(n, tokens) * form["HEADS"],](
             qkv, cos, sin, is_start, value_row, mix, q, k, v, n, **form, TOKENS=tokens, num_warps=warps)
@@ -158,13 +169,13 @@ def heads_forward(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value
 
 
 def heads_backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor,
-                   value_row: Tensor | None, mix: Tensor | None, head_dim: int, key_offset: bool, tuned: tuple[int, int] = CONFIGS[0],
-                   ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of qkv, value_row and mix from those of q, k, v (n, heads, head_dim)."""
-    form, (tokens, warps), n = _form(qkv, cos, sin, is_start, value_row, mix, head_dim, key_offset), tuned, len(qkv)
+                   value_row: Tensor | None, mix: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool,
+                   tuned: tuple[int, int] = CONFIGS[0]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of qkv, value_row and mix from those of q, k (n, heads, qk_dim) and v (n, heads, head_dim)."""
+    form, (tokens, warps), n = _form(qkv, cos, sin, is_start, value_row, mix, qk_dim, head_dim, key_offset), tuned, len(qkv)
     grads = [grad.contiguous() for grad in (q_grad, k_grad, v_grad)]
-    for name, grad in zip(("q_grad", "k_grad", "v_grad"), grads):
-        check(grad.shape == (n, form["HEADS"], head_dim), name, grad, f"({n}, {form['HEADS']}, {head_dim})")
+    for name, grad, dim in zip(("q_grad", "k_grad", "v_grad"), grads, (qk_dim, qk_dim, head_dim)):
+        check(grad.shape == (n, form["HEADS"], dim), name, grad, f"({n}, {form['HEADS']}, {dim})")
     grad, row_grad, mix_grad = (None if x is None else torch.empty_like(x) for x in (qkv, value_row, mix))
     if n:
         heads_backward_kernel[triton.cdiv(n, tokens) * form["HEADS"],](
@@ -174,10 +185,11 @@ def heads_backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, qkv: Tensor, 
 
 class Heads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, cos, sin, is_start, seen, value_row, value_gate, head_dim: int, key_offset: bool, tuned) -> tuple[Tensor, ...]:
+    def forward(ctx, qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim: int, head_dim: int, key_offset: bool,
+                tuned) -> tuple[Tensor, ...]:
         mix = None if value_row is None else value_mix(seen, value_row, value_gate)
         ctx.save_for_backward(qkv, cos, sin, is_start, value_row, mix, seen, value_gate)
-        ctx.form = head_dim, key_offset, tuned
+        ctx.form = qk_dim, head_dim, key_offset, tuned
         return heads_forward(qkv, cos, sin, is_start, value_row, mix, *ctx.form)
 
     @staticmethod
@@ -187,20 +199,21 @@ class Heads(torch.autograd.Function):
         seen_grad = gate_grad = None
         if row_grad is not None:
             seen_grad, gate_grad = value_mix_backward(mix_grad, tensors[-1], seen, tensors[-2], value_gate, row_grad)
-        return grad, None, None, None, seen_grad, row_grad, gate_grad, None, None, None
+        return grad, None, None, None, seen_grad, row_grad, gate_grad, None, None, None, None
 
 
 def qkv_heads(
-    qkv: Tensor,  # (n, 3 heads head_dim) bf16, fp16 or float32, contiguous: each token's Q, K, V; head_dim a power of two
-    cos: Tensor,  # (n, r) float32, contiguous, 2r <= head_dim
+    qkv: Tensor,  # (n, heads (2 qk_dim + head_dim)) bf16, fp16 or float32, contiguous: each token's Q, K, V
+    cos: Tensor,  # (n, r) float32, contiguous, 2r <= qk_dim
     sin: Tensor,  # like cos
     is_start: Tensor,  # (n,) bool: where sequences start; the first token is taken for a start in any case
     seen: Tensor | None,  # (n, channels): what the value's gates see of the token, beside as many channels of its value row
     value_row: Tensor | None,  # (n, heads head_dim) like qkv; None: V alone
     value_gate: Tensor | None,  # (heads, 2 channels) float32
-    head_dim: int,
+    qk_dim: int,  # channels of a query and of a key, a power of two
+    head_dim: int,  # channels of a value, a power of two
     key_offset: bool,  # the channels of k past 2r come from the token before, zero where a sequence starts
     tuned: tuple[int, int] = CONFIGS[0],  # both ways
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v (n, heads, head_dim) for attention, contiguous; gradients for qkv, seen, value_row and value_gate."""
-    return Heads.apply(qkv, cos, sin, is_start, seen, value_row, value_gate, head_dim, key_offset, tuned)
+    """q, k (n, heads, qk_dim) and v (n, heads, head_dim), contiguous; gradients for qkv, seen, value_row and value_gate."""
+    return Heads.apply(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, tuned)

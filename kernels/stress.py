@@ -127,16 +127,17 @@ def hidden() -> Iterator[tuple[str, Callable]]:
 
 
 def heads() -> Iterator[tuple[str, Callable]]:
-    for n, count, head_dim in ((1, 1, 16), (37, 6, 128), (21, 4, 32)):
-        width, (cos, sin) = count * head_dim, (torch.rand(n, head_dim // 4, device=DEVICE) for _ in range(2))
-        x, seen, row = (random(n, columns).requires_grad_() for columns in (3 * width, 6, width))
+    for n, count, qk_dim, head_dim in ((1, 1, 16, 16), (37, 6, 128, 128), (21, 4, 64, 32), (37, 6, 64, 128)):
+        cos, sin = (torch.rand(n, qk_dim // 4, device=DEVICE) for _ in range(2))
+        widths = count * (2 * qk_dim + head_dim), 6, count * head_dim
+        x, seen, row = (random(n, width).requires_grad_() for width in widths)
         gate = torch.randn(count, 12, device=DEVICE).requires_grad_()
         is_start = torch.arange(n, device=DEVICE) % 5 == 0
         for name, value in (("", (None, None, None)), (", value rows", (seen, row, gate))):
-            def both(tensors=(x, cos, sin, is_start, *value), head_dim=head_dim):
-                out = torch.cat(qkv.qkv_heads(*tensors, head_dim, True))
-                return torch.autograd.grad(out.float().square().sum(), [x for x in tensors if x is not None and x.requires_grad])
-            yield f"qkv_heads {n} × 3 × {count} × {head_dim}{name}", both
+            def both(tensors=(x, cos, sin, is_start, *value), dims=(qk_dim, head_dim)):
+                loss = sum(out.float().square().sum() for out in qkv.qkv_heads(*tensors, *dims, True))
+                return torch.autograd.grad(loss, [x for x in tensors if x is not None and x.requires_grad])
+            yield f"qkv_heads {n} × {count} × (2 × {qk_dim} + {head_dim}){name}", both
 
 
 def residuals() -> Iterator[tuple[str, Callable]]:

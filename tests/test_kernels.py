@@ -710,23 +710,29 @@ def test_row_adam_refuses_what_it_cannot_do():
             row_adam(*(given | wrong).values(), *numbers, 0.9, True)
 
 
-def heads_inputs(n: int, heads: int, head_dim: int, value: bool, starts: tuple = (0, 7, 8, 20), dtype=DTYPES[0],
+def heads_inputs(n: int, heads: int, dims: tuple[int, int], value: bool, starts: tuple = (0, 7, 8, 20), dtype=DTYPES[0],
                  share: float = 0.5, channels: int = 6) -> list:
-    """What `qkv_heads` takes before head_dim."""
+    """What `qkv_heads` takes before its dims, qk_dim and head_dim."""
+    qk_dim, head_dim = dims
     width = heads * head_dim
-    cos, sin, _ = rotary_tables([64], n, int(share * head_dim), 1024.0, 0.1, False, torch.device(DEVICE))[64]
+    cos, sin, _ = rotary_tables([64], n, int(share * qk_dim), 1024.0, 0.1, False, torch.device(DEVICE))[64]
     is_start = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     is_start[[start for start in starts if start < n]] = True
-    tensors = [random(n, 3 * width, dtype=dtype) * 0.3, cos, sin, is_start]
+    tensors = [random(n, 2 * heads * qk_dim + width, dtype=dtype) * 0.3, cos, sin, is_start]
     if not value:
         return [*tensors, None, None, None]
     seen, row = random(n, channels + 3, dtype=dtype)[:, :channels], random(n, width, dtype=dtype)
     return [*tensors, seen, row, random(heads, 2 * channels, dtype=torch.float32)]
 
 
-def heads_both_ways(function, inputs: list, head_dim: int, key_offset: bool, grads: list) -> list:
+def heads_grads(n: int, heads: int, dims: tuple[int, int], dtype=DTYPES[0]) -> list[torch.Tensor]:
+    """Gradients of q, k, v; q's is not contiguous."""
+    return [random(dims[0], heads, n, dtype=dtype).permute(2, 1, 0), *(random(n, heads, dim, dtype=dtype) for dim in dims)]
+
+
+def heads_both_ways(function, inputs: list, dims: tuple[int, int], key_offset: bool, grads: list) -> list:
     leaves = [x.detach().requires_grad_() if i in (0, 4, 5, 6) and x is not None else x for i, x in enumerate(inputs)]
-    out = function(*leaves, head_dim, key_offset)
+    out = function(*leaves, *dims, key_offset)
     wanted = [x for x in leaves if x is not None and x.requires_grad]
     gradients = torch.autograd.grad(out, wanted, [g.to(x) for g, x in zip(grads, out)])
     assert all(x.is_contiguous() for x in out)
@@ -740,13 +746,13 @@ def double(inputs: list) -> list:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [False, True])
 @pytest.mark.parametrize("key_offset", [False, True])
-@pytest.mark.parametrize("n, heads, head_dim, share", [(37, 2, 32, 0.5), (1, 1, 16, 1.0), (9, 3, 32, 0.375)])
-def test_qkv_heads(n, heads, head_dim, share, key_offset, value, dtype):
+@pytest.mark.parametrize("n, heads, dims, share", [(37, 2, (32, 32), 0.5), (1, 1, (16, 16), 1.0), (9, 3, (32, 32), 0.375),
+                                                   (37, 2, (16, 32), 0.5), (9, 3, (32, 16), 0.75)])
+def test_qkv_heads(n, heads, dims, share, key_offset, value, dtype):
     """Outputs, and gradients for such as are not contiguous; a second call is equal bit for bit."""
-    inputs = heads_inputs(n, heads, head_dim, value, dtype=dtype, share=share)
-    grads = [random(head_dim, heads, n, dtype=dtype).permute(2, 1, 0), *(random(n, heads, head_dim, dtype=dtype) for _ in range(2))]
-    exact = heads_both_ways(qkv_heads_twin, double(inputs), head_dim, key_offset, grads)
-    plain, ours, again = (heads_both_ways(f, inputs, head_dim, key_offset, grads) for f in (qkv_heads_twin, qkv_heads, qkv_heads))
+    inputs, grads = heads_inputs(n, heads, dims, value, dtype=dtype, share=share), heads_grads(n, heads, dims, dtype)
+    exact = heads_both_ways(qkv_heads_twin, double(inputs), dims, key_offset, grads)
+    plain, ours, again = (heads_both_ways(f, inputs, dims, key_offset, grads) for f in (qkv_heads_twin, qkv_heads, qkv_heads))
     assert len(ours) == (7 if value else 4)
     for x, y, twin, right in zip(ours, again, plain, exact, strict=True):
         assert torch.equal(x, y)
@@ -754,26 +760,28 @@ def test_qkv_heads(n, heads, head_dim, share, key_offset, value, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_qkv_heads_in_blocks_of_any_size(dtype):
+@pytest.mark.parametrize("dims", [(16, 16), (8, 16)])
+def test_qkv_heads_in_blocks_of_any_size(dims, dtype):
     """Where blocks end changes nothing: the key offset reaches from one into the next. The first token is a start, said or not."""
-    seen, row, gate = heads_inputs(21, 2, 16, True, dtype=dtype)[4:]
-    mix, grads, results = value_mix(seen, row, gate), [random(21, 2, 16, dtype=dtype) for _ in range(3)], []
+    seen, row, gate = heads_inputs(21, 2, dims, True, dtype=dtype)[4:]
+    mix, grads, results = value_mix(seen, row, gate), heads_grads(21, 2, dims, dtype), []
     for tuned in ((1, 1), (4, 1), (8, 4), (32, 8)):
         torch.manual_seed(1)
         starts = (0, 4, 5, 16) if tuned[0] > 4 else (4, 5, 16)
-        tensors = [*heads_inputs(21, 2, 16, False, starts=starts, dtype=dtype)[:4], row, mix]
-        results.append([*heads_forward(*tensors, 16, True, tuned), *heads_backward(*grads, *tensors, 16, True, tuned)])
+        tensors = [*heads_inputs(21, 2, dims, False, starts=starts, dtype=dtype)[:4], row, mix]
+        results.append([*heads_forward(*tensors, *dims, True, tuned), *heads_backward(*grads, *tensors, *dims, True, tuned)])
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
             assert error(x, y.double()) < (1e-6 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("starts", [(), (0,), (0, 5), (4,)])
-def test_qkv_heads_twin_is_what_it_says(starts):
+@pytest.mark.parametrize("head_dim", [8, 12])
+def test_qkv_heads_twin_is_what_it_says(head_dim, starts):
     """Each token's k by hand, and all gradients by finite differences, in float64."""
-    inputs = double(heads_inputs(6, 2, 8, True, starts=starts, channels=2, dtype=torch.float64))
+    inputs = double(heads_inputs(6, 2, (8, head_dim), True, starts=starts, channels=2, dtype=torch.float64))
     qkv, cos, sin, is_start, seen, row, gate = inputs
-    q, k, v = qkv_heads_twin(*inputs, 8, True)
+    q, k, v = qkv_heads_twin(*inputs, 8, head_dim, True)
     for token in range(6):
         for head in range(2):
             query, own, before = (part[8 * head:8 * head + 8] for part in (qkv[token, :16], qkv[token, 16:32], qkv[token - 1, 16:32]))
@@ -783,21 +791,23 @@ def test_qkv_heads_twin_is_what_it_says(starts):
                 expected = torch.cat([a * cos[token] - b * sin[token], a * sin[token] + b * cos[token], rest])
                 torch.testing.assert_close(out[token, head], expected)
             mix = 2 * torch.sigmoid(gate[head] @ torch.cat([seen[token], row[token, :2]]))
-            torch.testing.assert_close(v[token, head], qkv[token, 32 + 8 * head:][:8] + mix * row[token, 8 * head:][:8])
+            value, value_row = qkv[token, 32 + head_dim * head:][:head_dim], row[token, head_dim * head:][:head_dim]
+            torch.testing.assert_close(v[token, head], value + mix * value_row)
     leaves = [x.requires_grad_() for x in (qkv, seen, row, gate)]
-    assert torch.autograd.gradcheck(lambda qkv, *value: qkv_heads_twin(qkv, *inputs[1:4], *value, 8, True), leaves)
+    assert torch.autograd.gradcheck(lambda qkv, *value: qkv_heads_twin(qkv, *inputs[1:4], *value, 8, head_dim, True), leaves)
 
 
 def test_qkv_heads_write_all_that_they_return(monkeypatch):
     """With NaN in all that is allocated, which is no more than that."""
-    inputs, grads = heads_inputs(13, 3, 16, True), [random(13, 3, 16) for _ in range(3)]
+    dims = 8, 16
+    inputs, grads = heads_inputs(13, 3, dims, True), heads_grads(13, 3, dims)
     for name in ("empty", "empty_like"):
         allocate = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, allocate=allocate, **more: allocate(*args, **more).fill_(float("nan")))
-    assert all(x.isfinite().all() for x in heads_both_ways(qkv_heads, inputs, 16, True, grads))
+    assert all(x.isfinite().all() for x in heads_both_ways(qkv_heads, inputs, dims, True, grads))
     monkeypatch.undo()
-    nothing, none = heads_inputs(0, 3, 16, True), [random(0, 3, 16) for _ in range(3)]
-    assert [x.numel() for x in heads_both_ways(qkv_heads, nothing, 16, True, none)] == [0] * 6 + [36]
+    nothing, none = heads_inputs(0, 3, dims, True), heads_grads(0, 3, dims)
+    assert [x.numel() for x in heads_both_ways(qkv_heads, nothing, dims, True, none)] == [0] * 6 + [36]
 
 
 @pytest.mark.parametrize("n, heads, channels", [(1, 1, 1), (300, 3, 6), (128, 6, 8)])
@@ -821,7 +831,7 @@ def test_value_mix(n, heads, channels):
 
 
 def test_qkv_heads_refuse_what_they_cannot_do():
-    good, names = heads_inputs(10, 2, 16, True), ["qkv", "cos", "sin", "is_start", "seen", "value_row", "value_gate"]
+    good, names = heads_inputs(10, 2, (16, 16), True), ["qkv", "cos", "sin", "is_start", "seen", "value_row", "value_gate"]
     qkv, cos, sin, is_start, seen, row, gate = good
     wrong = {"qkv": (qkv.double(), qkv[:, :-1], qkv.mT.contiguous().mT, qkv[0]),
              "cos": (cos[:5], cos.double(), cos[:, :0], cos.repeat(2, 1)), "sin": (sin[:, :2], sin.mT.contiguous().mT),
@@ -830,14 +840,14 @@ def test_qkv_heads_refuse_what_they_cannot_do():
     for name, tensors in wrong.items():
         for tensor in tensors:
             with pytest.raises(ValueError, match="must be"):
-                qkv_heads(*[tensor if other == name else x for other, x in zip(names, good)], 16, False)
-    for head_dim in (12, 96, 64):
-        with pytest.raises(ValueError, match="power of two"):
-            qkv_heads(*good, head_dim, False)
+                qkv_heads(*[tensor if other == name else x for other, x in zip(names, good)], 16, 16, False)
+    for dims in ((12, 12), (96, 96), (64, 64), (18, 12), (16, 32), (32, 16)):
+        with pytest.raises(ValueError, match="powers of two"):
+            qkv_heads(*good, *dims, False)
     mix = value_mix(seen, row, gate)
     for call in (lambda: value_mix_backward(mix[:3], mix, seen, row, gate, row.clone()),
                  lambda: value_mix_backward(mix, mix, seen, row, gate, row[:3]),
-                 lambda: heads_backward(*[random(9, 2, 16)] * 3, *good[:4], row, mix, 16, False)):
+                 lambda: heads_backward(*[random(9, 2, 16)] * 3, *good[:4], row, mix, 16, 16, False)):
         with pytest.raises(ValueError, match="grad must be"):
             call()
 

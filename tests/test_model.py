@@ -1,6 +1,7 @@
 """The model: attention against a dense reference, causality, documents apart, schedule, FP8, every switch."""
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from kernels import fp8_linear, mlp, residual
-from kernels.attention import ATTENTION, choose_attention
+from kernels.attention import ATTENTION, choose_attention, fit_tiles
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.linear import linear_and_columns, linear_and_columns_reference
 from kernels.qkv import qkv_heads, qkv_heads_twin
@@ -30,11 +31,12 @@ def dense_attention(q, k, v, boundaries, window, scale):
 
 @pytest.mark.parametrize("backend", HERE)
 @pytest.mark.parametrize("window", [1, 16, 100, 5000])
-def test_attention_backends_against_dense(backend, window):
+@pytest.mark.parametrize("dims", [(64, 64), (32, 64)], ids=str)
+def test_attention_backends_against_dense(backend, window, dims):
     torch.manual_seed(0)
     n, dtype = 1100, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
     boundaries = torch.tensor([0, 3, 700, 701, 1000, n, n, n], dtype=torch.int32)
-    q, k, v = (torch.randn(n, 2, 64, dtype=dtype).requires_grad_() for _ in range(3))
+    q, k, v = (torch.randn(n, 2, dim, dtype=dtype).requires_grad_() for dim in (dims[0], *dims))
     q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
     expected = dense_attention(q64, k64, v64, boundaries[:6], window, 0.1)
     weight = torch.randn_like(expected)
@@ -46,6 +48,37 @@ def test_attention_backends_against_dense(backend, window):
     torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
     for x, x64 in zip(on_device, (q64, k64, v64)):
         torch.testing.assert_close(x.grad.cpu().double(), x64.grad, atol=2 * tolerance, rtol=tolerance)
+
+
+def test_flash4_chooses_its_tiles_by_the_wider_heads():
+    def tiles(head_dim, head_dim_v, causal, sparse_block_size_q=None):
+        return head_dim, head_dim_v, causal, sparse_block_size_q
+
+    interface = SimpleNamespace(_tile_size_bwd_sm90=tiles)               # of a version without the other
+    for _ in range(2):
+        fit_tiles(interface)
+        assert interface._tile_size_bwd_sm90(64, 128, True, sparse_block_size_q=3) == (128, 128, True, 3)
+        assert interface._tile_size_bwd_sm90(192, 128, True) == (192, 128, True, None)
+    assert interface._tile_size_bwd_sm90.__wrapped__ is tiles and not hasattr(interface, "_tile_size_fwd_sm90")
+
+
+def test_torchs_attention_gets_queries_keys_and_values_of_one_width(monkeypatch):
+    """With zeros that change no product: the gradients too are those of the narrow ones."""
+    def equal_widths(q, k, v, boundaries, *_, scale, window_size):
+        assert q.shape == k.shape == v.shape
+        return ATTENTION["plain"](q, k, v, boundaries, 60, window_size[0], scale)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", equal_widths)
+    torch.manual_seed(0)
+    boundaries = torch.tensor([0, 40, 60], dtype=torch.int32)
+    for qk_dim, head_dim in ((8, 16), (16, 8), (16, 16)):
+        leaves = [torch.randn(60, 2, dim, requires_grad=True) for dim in (qk_dim, qk_dim, head_dim)]
+        results = []
+        for backend in ("plain", "varlen"):
+            out = ATTENTION[backend](*leaves, boundaries, 60, 9, 0.1)
+            results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+        for plain, varlen in zip(*results):
+            torch.testing.assert_close(varlen, plain)
 
 
 def test_attention_never_looks_across_documents():
@@ -81,7 +114,7 @@ def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
 INGREDIENTS = {"bigram_signs": 64}      # off so far
 
 
-@pytest.fixture(params=[{}, INGREDIENTS], ids=["recipe", "every ingredient"])
+@pytest.fixture(params=[{}, INGREDIENTS | {"qk_dim": 16}], ids=["recipe", "every ingredient and narrow queries and keys"])
 def trainer(config, request):
     return train_gpt.Trainer(replace(config, **request.param), train_gpt.World())
 
@@ -114,14 +147,14 @@ def test_documents_do_not_see_each_other(trainer):
 
 def test_key_offset_takes_the_position_free_half_from_the_token_before():
     torch.manual_seed(0)
-    n, heads, head_dim, width = 12, 2, 16, 32
-    x, weight, one = torch.randn(n, width), torch.randn(4 * width, width), torch.ones(())
-    cos, sin, _ = rotary_tables([8], n, head_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
+    n, heads, qk_dim, head_dim, width = 12, 2, 8, 16, 32
+    x, weight, one = torch.randn(n, width), torch.randn(3 * width, width), torch.ones(())
+    cos, sin, _ = rotary_tables([8], n, qk_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
     is_start = torch.zeros(n, dtype=torch.bool)
     is_start[[0, 7]] = True
     qkv = F.linear(x, train_gpt.qkv_weight(weight, one))
-    plain, offset = (qkv_heads_twin(qkv, cos, sin, is_start, None, None, None, head_dim, on)[1] for on in (False, True))
-    half = head_dim // 2
+    plain, offset = (qkv_heads_twin(qkv, cos, sin, is_start, None, None, None, qk_dim, head_dim, on)[1] for on in (False, True))
+    half = qk_dim // 2
     assert torch.equal(plain[..., :half], offset[..., :half])
     for i in range(n):
         expected = torch.zeros(heads, half) if is_start[i] else plain[i - 1, :, half:]
@@ -426,6 +459,28 @@ def test_every_parameter_of_every_ingredient_learns(config):
     batch = train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0]
     model(train_gpt.to_device(batch, DEVICE), train_gpt.Schedule(config).at(5))[0].backward()
     assert [name for name, p in model.named_parameters() if not p.grad.any()] == []
+
+
+@pytest.mark.parametrize("qk_dim, squares", [(16, 3), (32, 4), (64, 6)])
+def test_queries_and_keys_of_another_width_than_values(config, qk_dim, squares):
+    """Shapes, FLOP, and a loss that falls; the layers' and the MLPs' initial values come from one stream, whatever their shapes."""
+    trainer = train_gpt.Trainer(replace(config, qk_dim=qk_dim, steps=12, epochs=9), train_gpt.World())
+    model, layers, width = trainer.model, len(config.layers), config.width
+    assert [len(m) for m in model.bank] == [squares * width] * layers + [4 * width] * 2 * layers
+    flops = [sum(m.numel() for m in model.bank) * 6, 6 * (width + 2 * qk_dim)]
+    near, far = (trainer.schedule.at(0)._replace(windows=windows, sequence_length=9999) for windows in ((0, 0), (1, 1)))
+    assert model.flops_per_token(far) - model.flops_per_token(near) == flops[1] * layers * config.window_block
+    assert model.flops_per_token(near) == flops[0] + 6 * len(model.head) * width
+    shard = trainer.optimizer.shards["attention"]
+    assert shard.matrix_lr.shape == (squares * layers, 1, 1) and shard.second.shape == (layers, squares * width, 1)
+    losses = [trainer.step(step, trainer.loader.batches(step.index)).item() for step in trainer.schedule]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_queries_and_keys_must_fill_whole_matrices(config):
+    for qk_dim in (0, 8, 24):
+        with pytest.raises(train_gpt.UserError, match=f"--qk_dim {qk_dim}: .* use a multiple of 16"):
+            train_gpt.check_config(replace(config, qk_dim=qk_dim))
 
 
 def test_flops_grow_with_the_window(trainer):

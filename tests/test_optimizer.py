@@ -77,15 +77,15 @@ def test_normuon_against_reference(config, cautious, neuron_norm):
     """A group of stacks of square matrices and one of tall ones, each matrix with its own rate."""
     torch.manual_seed(0)
     config = replace(config, cautious=cautious, neuron_norm=neuron_norm)
-    for squares, rates in ((True, [1.0, 1.0]), (False, [2.0, 4.0])):
-        params = [torch.nn.Parameter(torch.randn(32, 8)) for _ in range(2)]
+    for squares, length, rates in ((True, 32, [1.0, 1.0]), (True, 24, [1.0, 3.0]), (False, 32, [2.0, 4.0])):
+        params = [torch.nn.Parameter(torch.randn(length, 8)) for _ in range(2)]
         before = [p.detach().clone() for p in params]
         grads = [[torch.randn_like(p) for p in params] for _ in range(3)]
         group = train_gpt.Group("bank", params, [0, 1], "normuon", 0.1, (0.0, 0.9), 3.0, 0.1, matrix_lr=rates, squares=squares)
         after = run_shard(group, config, grads)
         for i, p in enumerate(after):
-            for rows in (range(0, 32, 8) if squares else [0]):
-                mine = slice(rows, rows + 8) if squares else slice(0, 32)
+            for rows in (range(0, length, 8) if squares else [0]):
+                mine = slice(rows, rows + 8) if squares else slice(0, length)
                 expected = plain_normuon(before[i][mine], [step[i][mine] for step in grads], 0.7 * 0.1 * rates[i], (0.9, 0.9),
                                          0.7 * 0.1 * 3.0, cautious, neuron_norm)
                 torch.testing.assert_close(p[mine], expected, atol=2e-5, rtol=1e-4)
@@ -130,8 +130,7 @@ def test_bf16_weights_follow_float32_exactly(config):
 def test_shards_cover_every_matrix_once(config, ranks, matrices):
     """Padding for any count on any number of ranks: together the ranks update what one rank does. One matrix a rank a round."""
     torch.manual_seed(0)
-    start = [torch.randn(16, 4) for _ in range(matrices)]
-    grads = [torch.randn(16, 4) for _ in range(matrices)]
+    start, grads = ([torch.randn(12, 4) for _ in range(matrices)] for _ in range(2))
 
     def updated(world) -> list[torch.Tensor]:
         """What each round's all-gather takes from this rank."""
@@ -159,12 +158,13 @@ def test_shards_cover_every_matrix_once(config, ranks, matrices):
 def ranks_results(shards, tmp_path_factory):
     """What 1, 2, 4 and 8 gloo ranks end with after 8 steps of the same 8 micro-batches: every kind of step, the untying too.
 
+    With queries and keys narrower than values, so that attention's matrices and the MLPs' have different shapes.
     By the number of ranks, the rank, and whether the collectives overlap with the computation.
     """
     out = tmp_path_factory.mktemp("ranks")
     for ranks in (1, 2, 4, 8):
         subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "tests/rank_worker.py",
-                        str(out), "8", "--preset", "cpu", *TINY, "--data_path", str(shards)],
+                        str(out), "8", "--preset", "cpu", *TINY, "--qk_dim", "16", "--data_path", str(shards)],
                        cwd=ROOT, env=environment(), check=True, timeout=240, capture_output=True)
     return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)
             for overlap, result in torch.load(out / f"{ranks}-{rank}.pt").items()}
