@@ -1093,9 +1093,9 @@ def test_elementwise_kernels_on_more_than_2_to_the_31_elements():
     del out
     is_start = torch.arange(rows, device=DEVICE) % 1000 == 0
     cos, sin = (torch.rand(rows, 32, device=DEVICE) for _ in range(2))
-    *ours, grad, _, _ = *heads_forward(x, cos, sin, is_start, None, None, 128, True), *heads_backward(
-        *[x.view(3, rows, -1, 128)[0]] * 3, x, cos, sin, is_start, None, None, 128, True)
-    few = [x[last], cos[last], sin[last], is_start[last], None, None, 128, True]
+    *ours, grad, _, _ = *heads_forward(x, cos, sin, is_start, None, None, 128, 128, True), *heads_backward(
+        *[x.view(3, rows, -1, 128)[0]] * 3, x, cos, sin, is_start, None, None, 128, 128, True)
+    few = [x[last], cos[last], sin[last], is_start[last], None, None, 128, 128, True]
     for a, b in zip(ours, heads_forward(*few)):
         assert torch.equal(a[last][1:], b[1:])
     del ours
