@@ -117,7 +117,7 @@ class Config:
     attention_scale: float = 0.1
     gate_channels: int = 12             # of a token's vector that its gates see
     bigram_rows: int = 1_509_120        # rows of the hashed (previous, current) table; 0: no table
-    bigram_signs: int = 0               # random sign vectors, 8192 or so, one of which multiplies a token's row; 0: none
+    trigram_rows: int = 0               # of the hashed table of a token and the two before it, as wide as a head; 0: no table
     value_embeddings: bool = True
     attention_gates: bool = True
     smear: bool = True                  # each token's embedding adds a gated share of the previous one's
@@ -424,18 +424,12 @@ def embed(rows: Tensor, is_start: Tensor, smear_gate: Tensor | None, smear: Tens
     return norm(x + gate[:, None].type_as(x) * previous(x, is_start))
 
 
-def bigram_index(tokens: Tensor, is_start: Tensor, count: int) -> Tensor:
-    """Which of `count` rows belongs to (previous, current) (n,). A sequence's first token has no previous one: 0, others count from 1."""
+def ngram_index(tokens: Tensor, is_start: Tensor, length: int, count: int) -> Tensor:
+    """Which of `count` rows belongs to the `length` tokens, 2 or 3, that end with each (n,). None before a sequence: 0, others count from 1."""
     current = tokens.long()
-    return (previous(current + 1, is_start) * 1_000_003 ^ current * 998_244_353) % count
-
-
-def sign_rows(rows: Tensor, tokens: Tensor, is_start: Tensor, signs: Tensor) -> Tensor:
-    """rows (n, width) times that row of `signs` (count, width), ±1 int8, which the previous and the current token choose.
-
-    Pairs of tokens that share a row of the table then share it up to signs, and what one leaves there is noise to the other.
-    """
-    return rows * signs[(previous(tokens, is_start) ^ tokens) % len(signs)].type_as(rows)
+    before = previous(current + 1, is_start)
+    index = before * 1_000_003 ^ current * 998_244_353
+    return (index if length == 2 else index ^ previous(before, is_start) * 2_654_435_761) % count
 
 
 def qkv_weight(weight: Tensor, scale: Tensor) -> Tensor:
@@ -464,6 +458,23 @@ def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tens
 def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
     """What the head sees (n, width): the normed residual, less a share of an earlier layer's output."""
     return norm(add_up(last) if early is None else add_up(last) - backout * add_up(early))
+
+
+class AddToHead(torch.autograd.Function):
+    """The first head's values (n, heads, head_dim) += scale · rows (n, head_dim), in place."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, scale)
+        ctx.mark_dirty(values)
+        values[:, 0] += (scale * rows).type_as(rows)
+        return values
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        rows, scale = ctx.saved_tensors
+        head = grad[:, 0].float()
+        return grad, (scale * head).type_as(rows), (head * rows).sum()
 
 
 KERNELS = {                                                 # setting: Triton kernels by their plain twins
@@ -521,17 +532,17 @@ class GPT(nn.Module):
         self.head, self.embedding = table(config.padded_vocab), table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
         self.bigram_table = table(config.bigram_rows, width // world.size) if config.bigram_rows else None     # this rank's columns
-        self.register_buffer("bigram_signs", torch.empty(config.bigram_signs, width, device=device, dtype=torch.int8)
-                             if config.bigram_rows and config.bigram_signs else None)
+        self.trigram_table = table(config.trigram_rows, config.head_dim // world.size) if config.trigram_rows else None
         self.attention_scalars = small(len(layers), 2)                   # of Q, K, V and of O
         self.residual_scalars = small(len(layers), 2)                    # of the two sub-layers
         self.bigram_scalars = small(len(layers))
+        self.trigram_scalars = small(len(layers))
         self.scalars = small(2)                                          # smear, backout
         self.smear_gate = small(config.gate_channels) if config.smear else None
         self.attention_gates = small(len(layers), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, share_twin, norm_fork_twin, qkv_weight,
+        self.part = compiled(config, device, embed, ngram_index, embedding_twin, share_twin, norm_fork_twin, qkv_weight,
                              attention_gates, qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twin's FP8 is there to compare with
 
@@ -549,28 +560,31 @@ class GPT(nn.Module):
         self.embedding.copy_(self.head)
         for value_table in self.value_tables:
             value_table.normal_(std=0.01, generator=generator)
-        if self.bigram_table is not None:
-            self.bigram_table.zero_()
+        for hashed in self.hashed().values():
+            hashed.zero_()
         growth = 1.1 ** 0.5                                              # of the residual and of what a layer adds to it alike
         self.residual_scalars.fill_(growth)
         self.attention_scalars.copy_(torch.tensor([0.5, 1.0 / growth]))
         self.bigram_scalars.fill_(0.05 / growth)
+        self.trigram_scalars.fill_(0.05)
         self.scalars.copy_(torch.tensor([0.0, 0.5]))
-        if self.bigram_signs is not None:                                # a stream of their own: they depend on no other setting
-            signs = torch.Generator(self.device).manual_seed(self.config.seed)
-            self.bigram_signs.random_(2, generator=signs).mul_(2).sub_(1)
+
+    def hashed(self) -> dict[str, nn.Parameter]:
+        """The tables of which every rank holds some columns."""
+        tables = {"bigram_table": self.bigram_table, "trigram_table": self.trigram_table}
+        return {name: table for name, table in tables.items() if table is not None}
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, whole, on every rank; all of them must call."""
         weights = self.state_dict()
-        if self.bigram_table is not None:
-            parts = self.world.of_all_ranks(self.bigram_table.detach()).view(self.world.size, *self.bigram_table.shape)
-            weights["bigram_table"] = parts.transpose(0, 1).flatten(1)
+        for name, hashed in self.hashed().items():
+            parts = self.world.of_all_ranks(hashed.detach()).view(self.world.size, *hashed.shape)
+            weights[name] = parts.transpose(0, 1).flatten(1)
         return weights
 
     def parameter_count(self) -> int:
-        others = self.world.size - 1                                     # whose columns of the table are not among ours
-        return sum(p.numel() * (1 + others * (p is self.bigram_table)) for p in self.parameters())
+        others = sum(hashed.numel() for hashed in self.hashed().values()) * (self.world.size - 1)      # columns of theirs
+        return others + sum(p.numel() for p in self.parameters())
 
     def mlp_weights(self, layer: int) -> tuple[Tensor, Tensor]:
         first = len(self.config.layers) + 2 * layer
@@ -592,19 +606,18 @@ class GPT(nn.Module):
 
         sort = sort_rows if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
         by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
-        if self.bigram_table is not None:                                # each rank looks its columns up for the tokens of all
-            index = self.world.of_all_ranks(run[bigram_index](batch.tokens, is_start, len(self.bigram_table)))
+        arriving = {}
+        for length, (name, hashed) in enumerate(self.hashed().items(), 2):       # each rank looks its columns up for the tokens of all
+            index = self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, 3 if name == "trigram_table" else 2, len(hashed)))
             exchange = ColumnExchange(self.world)
-            arriving = exchange.send(run[embedding_twin](self.bigram_table, sort(index)))
+            arriving[name] = exchange, exchange.send(run[embedding_twin](hashed, sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
         streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
         terms = [None] * len(config.layers)                              # what each layer adds of the bigram's row
-        if self.bigram_table is not None:
-            bigram = exchange.receive(arriving)
-            if self.bigram_signs is not None:
-                bigram = run[sign_rows](bigram, batch.tokens, is_start, self.bigram_signs)
-            terms = run[share_twin](bigram, self.bigram_scalars)
+        rows = {name: exchange.receive(parts) for name, (exchange, parts) in arriving.items()}
+        if "bigram_table" in rows:
+            terms = run[share_twin](rows["bigram_table"], self.bigram_scalars)
         for i, layer in enumerate(config.layers):
             reached(i, streams[i][-1])                                   # the last addend: the MLP before goes on from its gradient
             source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
@@ -616,6 +629,8 @@ class GPT(nn.Module):
             gate, seen = run[attention_gates](columns, gates[i], None if v is None else config.gate_channels // 2)
             q, k, values = run[qkv_heads_twin](qkv, cos[:n], sin[:n], is_start, seen, value_row, value_gate,
                                                config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
+            if "trigram_table" in rows:
+                values = AddToHead.apply(values, rows["trigram_table"], self.trigram_scalars[i])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
@@ -687,7 +702,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
     groups = [
         # name, parameters                                              first use   lr    betas          decay
-        small("scalars", [model.attention_scalars, model.bigram_scalars,
+        small("scalars", [model.attention_scalars, model.bigram_scalars, model.trigram_scalars,
                           model.scalars],                                           5.0,  (0.90, 0.99)),
         small("residual scalars", [model.residual_scalars],                         5.0,  (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                                     0.01, (0.90, 0.99)),
@@ -698,6 +713,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
         adam("value tables", list(model.value_tables),                  valued,     150.0, (0.75, 0.99), 5.0),
         adam("bigram table", [model.bigram_table],                      [-1],       75.0, (0.00, 0.99),  5.0, local=True),
+        adam("trigram table", [model.trigram_table],                    [-1],       75.0, (0.00, 0.99),  5.0, local=True),
     ]
     return [group for group in groups if group.params]
 

@@ -166,7 +166,7 @@ def test_bigrams_stop_at_a_sequences_start():
     is_start = torch.zeros(10, dtype=torch.bool)
     is_start[[0, 4, 7]] = True
     rows, signs = torch.ones(10, 16), torch.randint(0, 2, (999, 16), dtype=torch.int8) * 2 - 1
-    index = train_gpt.bigram_index(tokens, is_start, 10_007)
+    index = train_gpt.ngram_index(tokens, is_start, 2, 10_007)
     signed = train_gpt.sign_rows(rows, tokens, is_start, signs)
     assert torch.equal(index[4:7], index[7:]) and torch.equal(signed[4:7], signed[7:])
     seen = [(None, 7), (7, 5), (5, 6), (6, 9), (None, 5), (5, 6), (6, 9)]
