@@ -66,6 +66,7 @@ class Layer:
     long_window: bool = False           # the long attention window, and with it the key offset
     value_embedding: bool = False       # a table of its own, one row a token, added to V through a gate
     attends_to: int | None = None       # attention reads that earlier layer's output in place of the running residual
+    from_stage: int = 0                 # of the schedule; before it, the layer is not there
 
 
 SPEEDRUN_LAYERS = (
@@ -536,7 +537,7 @@ class GPT(nn.Module):
         self.attention_scalars = small(len(layers), 2)                   # of Q, K, V and of O
         self.residual_scalars = small(len(layers), 2)                    # of the two sub-layers
         self.bigram_scalars = small(len(layers))
-        self.trigram_scalars = small(len(layers))
+        self.trigram_scalars = small(len(layers)) if config.trigram_rows else None
         self.scalars = small(2)                                          # smear, backout
         self.smear_gate = small(config.gate_channels) if config.smear else None
         self.attention_gates = small(len(layers), heads, config.gate_channels) if config.attention_gates else None
@@ -556,6 +557,8 @@ class GPT(nn.Module):
                 matrix.uniform_(-bound, bound, generator=generator)
             else:
                 matrix.zero_()
+            if i < layers and self.config.layers[i].from_stage:          # and so does O where the others train before it comes
+                matrix[-self.config.width:].zero_()
         self.head.normal_(std=0.005, generator=generator)
         self.embedding.copy_(self.head)
         for value_table in self.value_tables:
@@ -566,7 +569,8 @@ class GPT(nn.Module):
         self.residual_scalars.fill_(growth)
         self.attention_scalars.copy_(torch.tensor([0.5, 1.0 / growth]))
         self.bigram_scalars.fill_(0.05 / growth)
-        self.trigram_scalars.fill_(0.05)
+        if self.trigram_scalars is not None:
+            self.trigram_scalars.fill_(0.05)
         self.scalars.copy_(torch.tensor([0.0, 0.5]))
 
     def hashed(self) -> dict[str, nn.Parameter]:
@@ -614,13 +618,15 @@ class GPT(nn.Module):
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
         streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
-        terms = [None] * len(config.layers)                              # what each layer adds of the bigram's row
+        terms = [None] * len(step.layers)                                # what each layer adds of the bigram's row
         rows = {name: exchange.receive(parts) for name, (exchange, parts) in arriving.items()}
         if "bigram_table" in rows:
-            terms = run[share_twin](rows["bigram_table"], self.bigram_scalars)
-        for i, layer in enumerate(config.layers):
-            reached(i, streams[i][-1])                                   # the last addend: the MLP before goes on from its gradient
-            source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
+            terms = run[share_twin](rows["bigram_table"], torch.stack([self.bigram_scalars[i] for i in step.layers]))
+        entry = [sum(i < layer for i in step.layers) for layer in range(len(config.layers) + 1)]      # each layer's stream
+        for i, term in zip(step.layers, terms):
+            layer = config.layers[i]
+            reached(i, streams[-1][-1])                                  # the last addend: the MLP before goes on from its gradient
+            source = entry[layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i]
             if source not in normed:
                 normed[source], *streams[source] = run[norm_fork_twin](streams[source])      # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
@@ -634,10 +640,10 @@ class GPT(nn.Module):
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
-            x, normed_x = run[mlp_input_twin]((*streams[i], update), terms[i], residuals[i])
+            x, normed_x = run[mlp_input_twin]((*streams[-1], update), term, residuals[i])
             fp8 = self.fp8_mlp, config.fp8_weight_grads
             streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel in bfloat16 writes over x
-        x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
+        x = run[head_input](streams[-1], streams[entry[config.backout_layer + 1]] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None
         if columns := len(batch.columns):                                # sampled softmax: the rows of these tokens alone
@@ -650,9 +656,9 @@ class GPT(nn.Module):
 
         `columns`: of how many tokens a sampled softmax computes the logits.
         """
-        weights = sum(m.numel() for m in self.bank) + (columns or len(self.head)) * self.config.width
-        reach = sum(min(step.windows[layer.long_window] * self.config.window_block, step.sequence_length)
-                    for layer in self.config.layers)
+        weights = sum(m.numel() for i in step.layers for m in (self.bank[i], *self.mlp_weights(i))) + (columns or len(self.head)) * self.config.width
+        reach = sum(min(step.windows[self.config.layers[i].long_window] * self.config.window_block, step.sequence_length)
+                    for i in step.layers)
         return 6 * weights + 6 * (self.config.heads * self.config.qk_dim + self.config.width) * reach
 
 
@@ -930,6 +936,7 @@ class Step(NamedTuple):
     index: int
     batch_tokens: int
     sequence_length: int
+    layers: tuple[int, ...]             # that are there
     windows: tuple[int, int]            # short and long, in blocks
     multi_token: tuple[float, ...]      # loss weights of the next 1 ... k tokens
     sampled: bool                       # softmax over a sample of the tokens
@@ -941,7 +948,7 @@ class Step(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        return (self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.sampled, self.tied,
+        return (self.batch_tokens, self.sequence_length, self.layers, self.windows, len(self.multi_token), self.sampled, self.tied,
                 self.update_adam, self.adam_updated)
 
 
@@ -967,6 +974,7 @@ class Schedule:
         low, high = c.muon_momentum
         warm = min(index / c.momentum_warmup, (len(self) - 1 - index) / c.momentum_cooldown, 1.0)
         return Step(index, c.batch_tokens[stage], c.sequence_length[stage],
+                    tuple(i for i, layer in enumerate(c.layers) if layer.from_stage <= stage),
                     c.windows[stage] if index < c.steps else c.final_windows, weights,
                     sampled=c.softmax_samples > 0 and index < c.steps, tied=index < c.tied_share * c.steps,
                     update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,
