@@ -37,6 +37,7 @@ from kernels.attention import ATTENTION, choose_attention
 from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
+from kernels.fp8_qkv import fp8_qkv_heads
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.linear import linear_and_columns
 from kernels.mlp import has_mlp, mlp, mlp_twin
@@ -169,6 +170,7 @@ class Config:
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = True                # with fp8 and fused_mlp: the MLPs' as well as the head's
     fp8_weight_grads: bool = False      # with fp8_mlp: the gradients of the MLPs' weights as well; not yet measured
+    fp8_attention: bool = False         # with fp8 and fused_qkv: the product Q, K, V, both ways; not yet measured
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
@@ -531,7 +533,8 @@ class GPT(nn.Module):
         self.initialise()
         self.part = compiled(config, device, embed, bigram_index, embedding_twin, sign_rows, share_twin, norm_fork_twin, qkv_weight,
                              attention_gates, qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
-        self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twin's FP8 is there to compare with
+        self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
+        self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -574,6 +577,21 @@ class GPT(nn.Module):
         first = len(self.config.layers) + 2 * layer
         return self.bank[first], self.bank[first + 1]
 
+    def heads(self, layer: Layer, x: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, positions: tuple[Tensor, ...],
+              value_row: Tensor | None, value_gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k (n, heads, qk_dim), v (n, heads, head_dim) and the heads' gates (n, heads, 1), from the normed residual x (n, width).
+
+        `positions`: cos, sin (n, r) and where sequences start (n,).
+        """
+        config, run = self.config, self.part
+        form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window
+        if self.fp8_attention:
+            *qkv, columns = fp8_qkv_heads(x, weight[:-config.width], scale, *positions, value_row, value_gate, config.gate_channels, *form)
+            return *qkv, run[attention_gates](columns, gate, None)[0]
+        qkv, columns = linear_and_columns(x, run[qkv_weight](weight, scale), config.gate_channels)
+        gate, seen = run[attention_gates](columns, gate, None if value_row is None else config.gate_channels // 2)
+        return *run[qkv_heads_twin](qkv, *positions, seen, value_row, value_gate, *form), gate
+
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None) -> tuple[Tensor, Tensor]:
         """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32).
 
@@ -584,6 +602,7 @@ class GPT(nn.Module):
         is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
         is_start = is_start.index_fill_(0, batch.boundaries.long(), True)[:n]
         cos, sin, attention_scale = self.rotary[step.windows[1] * config.window_block]
+        positions = cos[:n], sin[:n], is_start
         smear, backout = self.scalars.unbind()
         scales, residuals, value_gates = (x.unbind() for x in (self.attention_scalars, self.residual_scalars, self.value_gates))
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
@@ -610,10 +629,7 @@ class GPT(nn.Module):
                 normed[source], streams[source] = run[norm_fork_twin](streams[source])
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-            qkv, columns = linear_and_columns(normed[source], run[qkv_weight](self.bank[i], scale_qkv), config.gate_channels)
-            gate, seen = run[attention_gates](columns, gates[i], None if v is None else config.gate_channels // 2)
-            q, k, values = run[qkv_heads_twin](qkv, cos[:n], sin[:n], is_start, seen, value_row, value_gate,
-                                               config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
+            q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, value_row, value_gate)
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
@@ -1109,7 +1125,8 @@ def run(config: Config, world: World, started: float) -> None:
     say(f"{config.preset}: {model.parameter_count() / 1e6:.1f} M parameters in {model.dtype}, "
         f"{world.size} x {device_name(world.device)}")
     say(f"attention: {model.attention_backend}" + (f" ({model.attention_note})" if model.attention_note else ""))
-    say(f"head{' and MLP' * model.fp8_mlp}: FP8" if model.fp8 else
+    parts = ["head", *["MLP"] * model.fp8_mlp, *["attention's inputs"] * model.fp8_attention]
+    say(f"{', '.join(parts)}: FP8" if model.fp8 else
         f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
     if loader.columns:
         say(f"sampled softmax: {', '.join(f'{n:,}' for n in loader.columns.values())} of {config.padded_vocab:,} logits a token")

@@ -13,6 +13,7 @@ from kernels.attention import ATTENTION, choose_attention, fit_tiles
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.linear import linear_and_columns, linear_and_columns_reference
 from kernels.qkv import qkv_heads, qkv_heads_twin
+from kernels.quantize import quantize_reference
 from kernels.rotary import rotary_tables, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -272,7 +273,7 @@ def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
     monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     for fp8 in (True, False):
-        trainer = train_gpt.Trainer(replace(config, fp8=fp8, fp8_mlp=True), train_gpt.World())
+        trainer = train_gpt.Trainer(replace(config, fp8=fp8, fp8_mlp=True, fp8_attention=True), train_gpt.World())
         assert trainer.model.fp8 is fp8
         if fp8:
             with pytest.raises(AssertionError, match="FP8 product"):
@@ -293,6 +294,38 @@ def test_the_mlp_is_told_whether_its_weights_gradients_are_fp8(config, fp8_weigh
     trainer.model.part[mlp.mlp_twin] = record
     trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
     assert set(told) == {(True, fp8_weight_grads)}
+
+
+@pytest.mark.parametrize("setting", [None, "fp8", "fused_qkv", "fp8_attention"])
+def test_fp8_attention_needs_fp8_and_its_kernels(config, setting, monkeypatch):
+    on_a_gpu = train_gpt.compiled
+    monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
+    monkeypatch.setattr(train_gpt, "compiled", lambda config, device, *functions: on_a_gpu(config, torch.device("cuda"), *functions))
+    settings = {name: name != setting for name in ("fp8", "fused_qkv", "fp8_attention")}
+    model = train_gpt.GPT(replace(config, compile=False, fused_mlp=False, **settings), train_gpt.World())
+    assert model.fp8_attention is (setting is None)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_gates": False}, {"value_embeddings": False}], ids=str)
+def test_fp8_attention_gives_the_model_nearly_its_gradients(trainer, changes, monkeypatch):
+    """With layers that share a normed residual, key offset, value rows and gates, or without; and of the same parameters."""
+    config, results = replace(trainer.config, **changes), []
+    if DEVICE.type == "cpu":                                             # the interpreter's rounding is poor
+        monkeypatch.setattr(mlp, "quantize", lambda x, scale, both, in_pairs: quantize_reference(x, scale, in_pairs=in_pairs))
+    model = train_gpt.Trainer(config, train_gpt.World()).model
+    awake(model)
+    batch, step = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE), trainer.schedule.at(0)
+    for fp8 in (False, True):
+        model.fp8_attention = fp8
+        model.zero_grad(set_to_none=True)
+        loss, _ = model(batch, step)
+        loss.backward()
+        results.append({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}})
+    plain, fp8 = results
+    assert plain.keys() == fp8.keys() and abs(fp8["loss"] - plain["loss"]) < 0.01 * plain["loss"]
+    for name, grad in plain.items():
+        assert F.cosine_similarity(grad.flatten().double(), fp8[name].flatten().double(), dim=0) > 0.95, name
+    assert not torch.equal(plain["bank.0"], fp8["bank.0"])
 
 
 @pytest.mark.parametrize("setting", train_gpt.KERNELS)
