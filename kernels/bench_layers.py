@@ -31,7 +31,7 @@ def heads_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
     for qk_dim, tokens in ((128, 16384), (128, 49152), (64, 49152)):
         for name, *has in (("", False, False), (", key offset", True, False), (", value rows", False, True)):
             channels = 10 * qk_dim + (7 if has[1] else 4) * head_dim
-            yield Case("from QKV to attention, both ways" + name, f"{tokens} × {heads} × (2 × {qk_dim} + {head_dim})",
+            yield Case("from QKV to attention, both ways", f"{tokens} × {heads} × (2 × {qk_dim} + {head_dim}){name}",
                        partial(inputs, tokens, qk_dim, *has), qkv.qkv_heads, qkv.qkv_heads_twin, 0.0, 2.0 * tokens * heads * channels,
                        exact=heads_gradients(qkv.qkv_heads_twin), wrap=heads_gradients, configs=qkv.CONFIGS)
 
@@ -90,11 +90,11 @@ def attention_inputs_cases(width: int = 768, heads: int = 6, head_dim: int = 128
 
     twin, wrap = fp8_qkv.fp8_qkv_heads_twin, attention_inputs_gradients
     for qk_dim, tokens, value in ((128, 16384, False), (128, 49152, False), (128, 49152, True), (64, 49152, False)):
-        columns, name = heads * (2 * qk_dim + head_dim), "attention's inputs, both ways, {}" + ", value rows" * value
-        shape, flop, moved = f"{tokens} × {width} × {columns}", 6.0 * tokens * width * columns, tokens * (10.0 * columns + 8.0 * width)
-        make = partial(inputs, tokens, qk_dim, value)
-        yield Case(name.format("bf16"), shape, make, attention_inputs, twin, flop, moved, wrap=wrap, exact=wrap(twin), compile=False)
-        yield Case(name.format("FP8 (against bf16)"), shape, make, fp8_qkv.fp8_qkv_heads, partial(twin, fp8=True), flop, moved, rate=2,
+        columns, name, make = heads * (2 * qk_dim + head_dim), "attention's inputs, both ways", partial(inputs, tokens, qk_dim, value)
+        shape, flop = f"{tokens} × {width} × {columns}" + ", value rows" * value, 6.0 * tokens * width * columns
+        moved = tokens * (10.0 * columns + 8.0 * width)                  # rows of values and their gradients not counted
+        yield Case(f"{name}, bf16", shape, make, attention_inputs, twin, flop, moved, wrap=wrap, exact=wrap(twin), compile=False)
+        yield Case(f"{name}, FP8 (against bf16)", shape, make, fp8_qkv.fp8_qkv_heads, partial(twin, fp8=True), flop, moved, rate=2,
                    baseline=attention_inputs, wrap=wrap, exact=wrap(twin), compile=False)
 
 
