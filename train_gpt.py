@@ -44,7 +44,7 @@ from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.qkv import qkv_heads, qkv_heads_twin
-from kernels.residual import mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin, share, share_twin
+from kernels.residual import Addends, add_up, mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin, share, share_twin
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from records.clock import Clock
@@ -117,7 +117,7 @@ class Config:
     rotary_base: float = 1024.0
     attention_scale: float = 0.1
     gate_channels: int = 12             # of a token's vector that its gates see
-    bigram_rows: int = 377_280          # rows of the hashed (previous, current) table; 0: no table
+    bigram_rows: int = 1_509_120        # rows of the hashed (previous, current) table; 0: no table
     bigram_signs: int = 0               # random sign vectors, 8192 or so, one of which multiplies a token's row; 0: none
     value_embeddings: bool = True
     attention_gates: bool = True
@@ -169,7 +169,7 @@ class Config:
     attention: str = "auto"             # "flash4", "varlen", "plain", or the fastest that runs here
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = True                # with fp8 and fused_mlp: the MLPs' as well as the head's
-    fp8_weight_grads: bool = False      # with fp8_mlp: the gradients of the MLPs' weights as well; not yet measured
+    fp8_weight_grads: bool = True       # with fp8_mlp: the gradients of the MLPs' weights as well
     fp8_attention: bool = False         # with fp8 and fused_qkv: the product Q, K, V, both ways; not yet measured
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
@@ -177,7 +177,7 @@ class Config:
     fused_residual: bool = True         # what enters attention and MLP, and the sum of its gradients,
     fused_orthogonalisation: bool = True        # Newton-Schulz,
     fused_qkv: bool = True              # what stands between the product Q, K, V and attention,
-    fused_row_update: bool = True       # update of the bigram table, of only the rows read
+    fused_row_update: bool = True       # with fused_embedding, which marks them: update of the bigram table's rows read, no others
     compile: bool = True                # torch.compile of the blocks, on GPUs
     capture: bool = True                # each kind of step as one CUDA graph
     overlap: bool = True                # collectives under computation; false: all before it and all behind it
@@ -202,10 +202,11 @@ class Config:
 SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb"))
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # The same on 190 M tokens and 4 GPUs: half the batches, and all of a cut document, or a second epoch would begin before the end,
-    # at 0.1 of loss.
-    "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
-                      steps=1376, extra_steps=30, momentum_warmup=600, momentum_cooldown=100, epochs=2, keep_tails=True, data_path=""),
+    # The same on 190 M tokens and 4 GPUs: less than half the batches, for which momentum is shorter, and all of a cut document, or a
+    # second epoch would begin before the end, at 0.1 of loss.
+    "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(98_304, 98_304, 147_456), lr_scale=(0.87, 0.87, 1.08),
+                      steps=1617, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=700, momentum_cooldown=115,
+                      keep_tails=True, data_path=""),
     # GPT-2 medium's size. It trains; its rates, batches and steps are guesses from the small model's, and no run has been to the end.
     "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
                       adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
@@ -462,9 +463,9 @@ def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tens
     return F.linear(y.flatten(1), weight[-weight.size(-1):] * scale)
 
 
-def head_input(x: Tensor, early: Tensor | None, backout: Tensor) -> Tensor:
+def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
     """What the head sees (n, width): the normed residual, less a share of an earlier layer's output."""
-    return norm(x if early is None else x - backout * early)
+    return norm(add_up(last) if early is None else add_up(last) - backout * add_up(early))
 
 
 KERNELS = {                                                 # setting: Triton kernels by their plain twins
@@ -484,7 +485,8 @@ def compiled(config: Config, device: torch.device, *functions: Callable) -> dict
         return {f: f for f in functions}
     torch._dynamo.config.recompile_limit = 64               # one for each kind of layer and, at first, each batch size
     kernels = {twin: kernel for setting, pairs in KERNELS.items() for twin, kernel in pairs.items()
-               if getattr(config, setting) and (kernel is not mlp or has_mlp(device))}
+               if getattr(config, setting) and (kernel is not mlp or has_mlp(device))
+               and (kernel is not row_adam or config.fused_embedding)}       # whose backward pass marks the rows that it takes
     return {f: kernels.get(f) or (torch.compile(f) if config.compile else f) for f in functions}
 
 
@@ -615,7 +617,7 @@ class GPT(nn.Module):
             arriving = exchange.send(run[embedding_twin](self.bigram_table, sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
-        streams, normed = [run[embed](rows, is_start, self.smear_gate, smear)], {}      # streams[i] enters layer i, the last one the head
+        streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
         terms = [None] * len(config.layers)                              # what each layer adds of the bigram's row
         if self.bigram_table is not None:
             bigram = exchange.receive(arriving)
@@ -623,19 +625,19 @@ class GPT(nn.Module):
                 bigram = run[sign_rows](bigram, batch.tokens, is_start, self.bigram_signs)
             terms = run[share_twin](bigram, self.bigram_scalars)
         for i, layer in enumerate(config.layers):
-            reached(i, streams[i])
+            reached(i, streams[i][-1])                                   # the last addend: the MLP before goes on from its gradient
             source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
             if source not in normed:
-                normed[source], streams[source] = run[norm_fork_twin](streams[source])
+                normed[source], *streams[source] = run[norm_fork_twin](streams[source])      # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
             q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, value_row, value_gate)
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
-            x, normed_x = run[mlp_input_twin](streams[i], update, terms[i], residuals[i])
+            x, normed_x = run[mlp_input_twin]((*streams[i], update), terms[i], residuals[i])
             fp8 = self.fp8_mlp, config.fp8_weight_grads
-            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel writes over x
+            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel in bfloat16 writes over x
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None
@@ -710,8 +712,8 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         normuon("mlp", list(model.bank[last:]), both, [2.0, 4.0] * last, squares=False),         # MLP-in 2, MLP-out 4
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
-        adam("value tables", list(model.value_tables),                  valued,     75.0, (0.75, 0.95),  5.0),
-        adam("bigram table", [model.bigram_table],                      [-1],       75.0, (0.00, 0.95),  5.0, local=True),
+        adam("value tables", list(model.value_tables),                  valued,     150.0, (0.75, 0.99), 5.0),
+        adam("bigram table", [model.bigram_table],                      [-1],       75.0, (0.00, 0.99),  5.0, local=True),
     ]
     return [group for group in groups if group.params]
 
@@ -763,6 +765,9 @@ class Shard:
         by_row = group.algorithm == "row adam"                           # it has no momentum but for each row the last step
         self.momentum = torch.zeros(len(group.params[0]) if by_row else self.weight.shape, device=device)
         self.steps = torch.zeros((), device=device)
+        self.marked = torch.zeros(len(self.momentum), device=device, dtype=torch.bool) if by_row else None
+        if by_row:
+            group.params[0].marked_rows = self.marked                    # where `embedding` marks the rows to which it adds a gradient
         if muon:
             self.shape = torch.Size([-1, unit[1] if group.squares else unit[0], unit[1]])
             lr = torch.tensor(group.matrix_lr + [1.0] * (first - len(group.matrix_lr)), device=device)
@@ -777,7 +782,8 @@ class Shard:
         if group.algorithm == "row adam":                                # sets to zero only what is not
             table = group.params[0]
             own = [x if x is None else x[:table.numel()].view(table.shape) for x in own]
-            part[row_adam_twin](*own, self.momentum, self.steps, healthy, lr * group.lr, decay, group.betas[1], config.cautious)
+            by_row = self.momentum, self.marked
+            part[row_adam_twin](*own, *by_row, self.steps, healthy, lr * group.lr, decay, group.betas[1], config.cautious)
             return
         if group.algorithm == "adam":
             part[adam_update](*own[:3], self.momentum, self.second, self.steps, healthy, lr * group.lr, decay, group.betas, config.cautious)
@@ -792,7 +798,8 @@ class Shard:
     def state(self) -> list[Tensor]:
         """All that a step changes."""
         own = [self.weight] if self.weight is not self.weights else []
-        return [x for x in (self.weights, *own, self.grads, self.lost_bits, self.momentum, self.second, self.steps) if x is not None]
+        rest = (self.grads, self.marked, self.lost_bits, self.momentum, self.second, self.steps)
+        return [x for x in (self.weights, *own, *rest) if x is not None]
 
 
 class Optimizer:

@@ -153,7 +153,7 @@ def embedding_cases(width: int = 768) -> Iterator[Case]:
         return random(rows, width), random(tokens, width), index
 
     def kernel(out: Tensor, grad: Tensor, index: Tensor, tuned: tuple = embedding.CONFIGS[0]) -> Tensor:
-        return embedding.add_rows(out, grad, *embedding.sort_rows(index)[1:], tuned)
+        return embedding.add_rows(out, grad, *embedding.sort_rows(index)[1:], tuned=tuned)
 
     def dense(out: Tensor, grad: Tensor, index: Tensor) -> Tensor:
         return out.add_(torch.ops.aten.embedding_dense_backward(grad, index, len(out), -1, False))
@@ -166,23 +166,27 @@ def embedding_cases(width: int = 768) -> Iterator[Case]:
 
 def row_adam_cases(width: int = 192) -> Iterator[Case]:
     def inputs(rows: int, read: int) -> tuple:
-        grad = torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16)
-        grad[torch.randint(rows, (read,), device="cuda")] = random(width)
-        state = torch.zeros(rows, width, device="cuda", dtype=torch.int16), grad, torch.rand(rows, width, device="cuda")
-        return random(rows, width), *state, torch.zeros(rows, device="cuda"), torch.tensor(9.0, device="cuda")
+        index = torch.randint(rows, (read,), device="cuda").unique()
+        lost, grad = (torch.zeros(rows, width, device="cuda", dtype=dtype) for dtype in (torch.int16, torch.bfloat16))
+        last, marked = torch.zeros(rows, device="cuda"), torch.zeros(rows, device="cuda", dtype=torch.bool)
+        state = lost, grad, torch.rand(rows, width, device="cuda"), last, marked, torch.tensor(9.0, device="cuda")
+        return random(rows, width), *state, index, random(len(index), width)
 
     def run(function: Callable) -> Callable:
-        healthy, lr, decay = torch.tensor(True, device="cuda"), torch.tensor(0.01, device="cuda"), torch.tensor(0.1, device="cuda")
+        numbers = [torch.tensor(number, device="cuda") for number in (True, 0.01, 0.1)]
 
-        def update(weight: Tensor, lost: Tensor, grad: Tensor, *state: Tensor, **tuned) -> Tensor:
-            function(weight, lost, grad.clone(), *state, healthy, lr, decay, 0.95, True, **tuned)      # it ends as zero
+        def update(weight: Tensor, lost: Tensor, grad: Tensor, second: Tensor, last: Tensor, marked: Tensor, steps: Tensor,
+                   index: Tensor, rows: Tensor, **tuned) -> Tensor:
+            grad.view(torch.int64).index_copy_(0, index, rows.view(torch.int64))         # it ends as zero; 8 bytes at a time
+            marked.index_fill_(0, index, True)
+            function(weight, lost, grad, second, last, marked, steps, *numbers, 0.95, True, **tuned)
             return weight
         return update
 
     for rows, read in ((377280, 100_000), (377280, 400_000), (1509120, 100_000), (1509120, 400_000)):
         touched = rows * (1 - (1 - 1 / rows) ** read)
-        yield Case("Adam on the rows read, and a copy of the gradient", f"{read} of {rows} × {width}", partial(inputs, rows, read),
-                   row_adam.row_adam, row_adam.row_adam_twin, 0.0, width * (6.0 * rows + 18.0 * touched), wrap=run,
+        yield Case("Adam on the rows read, and a copy of their gradients", f"{read} of {rows} × {width}", partial(inputs, rows, read),
+                   row_adam.row_adam, row_adam.row_adam_twin, 0.0, 1.0 * rows + 24.0 * width * touched, wrap=run,
                    exact=lambda weight, lost, *state: run(row_adam.row_adam_twin)(weight, None, *state), configs=row_adam.CONFIGS)
 
 

@@ -100,7 +100,7 @@ def attention_inputs_cases(width: int = 768, heads: int = 6, head_dim: int = 128
 
 def into_the_mlp(enter: Callable, share: Callable = residual.share_twin) -> Callable:
     def run(x: Tensor, update: Tensor, rows: Tensor, row_scales: Tensor, scales: Tensor, *_, **tuned) -> tuple[Tensor, Tensor]:
-        return enter(x, update, share(rows, row_scales)[0], scales, **tuned)[:2]
+        return enter((x, update), share(rows, row_scales)[0], scales, **tuned)[:2]
     return run
 
 
@@ -145,13 +145,10 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
     def shared(function: Callable) -> Callable:
         return lambda grads, rows, scales, **tuned: function(grads.unbind(), rows, scales, **tuned)
 
-    def fork(x: Tensor, *_) -> tuple[Tensor, Tensor]:
-        return residual.norm_fork(x)
+    def fork(function: Callable, count: int) -> Callable:
+        return lambda *tensors: function(tensors[:count])
 
-    def fork_twin(x: Tensor, *_) -> tuple[Tensor, Tensor]:
-        return residual.norm_fork_twin(x)
-
-    into, beside = partial(gradients, inputs=5), partial(gradients, inputs=1)
+    into = partial(gradients, inputs=5)
     for n in (16384, 49152):
         shape, one = f"{n} × {width}", 2.0 * n * width
         yield Case("into the MLP", shape, partial(inputs, n), into_the_mlp(residual.residual), into_the_mlp(residual.mlp_input_twin),
@@ -160,8 +157,10 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
                    exact=into(twin))
         yield Case("out of the MLP", shape, partial(backward_inputs, n), out_of_the_mlp, out_of_the_mlp_twin, 0.0, 4 * one,
                    configs=residual.CONFIGS)
-        yield Case("norm beside the residual, both ways", shape, lambda n=n: tuple(random(n, width) for _ in range(3)),
-                   fork, fork_twin, 0.0, 6 * one, wrap=beside, exact=beside(fork_twin))
+        for count, name in ((1, "the residual"), (2, "residual + update")):
+            plain, beside = fork(residual.norm_fork_twin, count), partial(gradients, inputs=count)
+            yield Case(f"norm beside {name}, both ways", shape, lambda n=n, count=count: tuple(random(n, width) for _ in range(2 + count)),
+                       fork(residual.norm_fork, count), plain, 0.0, (4 + 2 * count) * one, wrap=beside, exact=beside(plain))
         yield Case(f"shared row's gradient, {LAYERS} layers", shape, partial(shared_inputs, n), shared(residual.shared_rows),
                    shared(residual.shared_rows_reference), 0.0, (LAYERS + 2) * one, configs=residual.SHARED_CONFIGS)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels import mlp, relu_squared
 from kernels.bench_cases import Case, leaf, random
 from kernels.quantize import paired
+from kernels.residual import add_up
 
 
 def mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
@@ -62,7 +63,7 @@ def fp8_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
 def mlp_gradients(function: Callable) -> Callable:
     def run(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, grad: Tensor, *fp8: bool) -> tuple:
         x, w_in, w_out = leaf(x), leaf(w_in), leaf(w_out)
-        out = function(residual.detach(), x, w_in, w_out, *fp8)
+        out = add_up(function(residual.detach(), x, w_in, w_out, *fp8))
         return out.detach(), *torch.autograd.grad(out, (x, w_in, w_out), grad)
     return run
 
@@ -81,7 +82,7 @@ def whole_mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
                        exact=lambda *tensors: mlp_gradients(bf16_mlp)(*tensors), baseline=bf16_mlp, wrap=mlp_gradients)
 
 
-def bf16_mlp(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, *_: bool) -> Tensor:
+def bf16_mlp(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, *_: bool) -> tuple[Tensor, ...]:
     return mlp.mlp_twin(residual, x, w_in, w_out, False)
 
 

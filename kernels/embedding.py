@@ -40,15 +40,17 @@ def embedding_twin(table: Tensor, order: Sorted) -> Tensor:
     return F.embedding(order.index, table)
 
 
-def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tensor, marked: Tensor | None = None) -> Tensor:
     """Plain PyTorch twin of `add_rows`, in float32."""
+    if marked is not None:
+        marked[rows.long()] = True
     wide = torch.promote_types(out.dtype, torch.float32)
     sums = torch.zeros_like(out, dtype=wide).index_add_(0, rows.long(), grad[positions].to(wide))
     return out.copy_(out.to(wide) + sums)
 
 
 @triton.jit
-def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, edges_ptr, n, width, out_row, grad_row,
+def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, marked_ptr, edges_ptr, n, width, out_row, grad_row,
                       POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
     column_tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // column_tiles
@@ -62,6 +64,8 @@ def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, edges_ptr, n, 
     head = (row == before) & (i % POSITIONS == 0) & (i < n)
     tail = starts & (row == after)
     whole = starts & (row != after)
+    if marked_ptr is not None:                                           # each run starts in one block, whoever adds it up
+        tl.store(marked_ptr + row, starts, mask=starts & (tl.program_id(0) % column_tiles == 0))
 
     inside = column < width
     at = out_ptr + row.to(tl.int64)[:, None] * out_row + column
@@ -104,6 +108,7 @@ def add_rows(
     grad: Tensor,  # (n, width) bf16, fp16 or float32
     rows: Tensor,  # (n,) ascending row numbers, from `sort_rows`
     positions: Tensor,  # (n,) which row of `grad` belongs to each of them
+    marked: Tensor | None = None,  # (rows of out,) bool: becomes True for those that are added to
     tuned: tuple[int, int, int, int] = CONFIGS[0],
 ) -> Tensor:
     """out[rows[i]] += grad[positions[i]] for all i, summed in float32, rounded once a call; returns out."""
@@ -113,13 +118,15 @@ def add_rows(
     check(grad.shape == (len(rows), out.shape[1]), "grad", grad, f"({len(rows)}, {out.shape[1]})")
     check(grad.dtype in (torch.bfloat16, torch.float16, torch.float32), "grad", grad, "bf16, fp16 or float32")
     check(positions.shape == rows.shape and rows.is_contiguous() and positions.is_contiguous(), "rows", rows, "as long as positions, contiguous")
+    check(marked is None or marked.shape == out.shape[:1] and marked.dtype == torch.bool and marked.is_contiguous(),
+          "marked", marked, f"bool ({len(out)},), contiguous")
     if not grad.numel():
         return out
     n, width, (block, columns, chunk, warps) = len(rows), grad.shape[1], tuned
     blocks, column_tiles = triton.cdiv(n, block), triton.cdiv(width, columns)
     edges = torch.empty(blocks, 2, width, dtype=torch.float32, device=out.device)      # head and tail of each block, if it has them
     add_blocks_kernel[blocks * column_tiles,](
-        out, grad, rows, positions, edges, n, width, out.stride(0), grad.stride(0),
+        out, grad, rows, positions, marked, edges, n, width, out.stride(0), grad.stride(0),
         POSITIONS=block, COLUMNS=columns, num_warps=warps)
     if blocks > 1:
         add_crossing_kernel[blocks - 1, column_tiles](
@@ -136,9 +143,10 @@ class Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, ...]:
-        if ctx.table.grad is None:
-            ctx.table.grad = torch.zeros_like(ctx.table)
-        add_rows(ctx.table.grad, grad, *ctx.saved_tensors)
+        table = ctx.table
+        if table.grad is None:
+            table.grad = torch.zeros_like(table)
+        add_rows(table.grad, grad, *ctx.saved_tensors, getattr(table, "marked_rows", None))
         return None, None
 
 
@@ -146,6 +154,7 @@ def embedding(table: Tensor, order: Sorted) -> Tensor:
     """Rows (n, width) of `table` (rows, width), a leaf, by `sort_rows(index)`.
 
     The gradient is added to `table.grad` by the backward pass itself: it is not among what `torch.autograd.grad` returns, and
-    hooks on the table do not see it.
+    hooks on the table do not see it. A table whose rows an optimizer updates only where they have a gradient (row_adam.py) carries
+    an attribute `marked_rows` (rows,) bool, which becomes True for the rows added to.
     """
     return Embedding.apply(table, order)

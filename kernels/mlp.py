@@ -1,8 +1,9 @@
 """The whole MLP with its residual: R + relu(X W_inᵀ)² W_out, and its gradients, on the products of `kernels.relu_squared`.
 
-`mlp` writes over the residual: the last product adds to it where it stands, and no pass reads two activations and writes a third for
-the sum (in FP8, whose product cannot add, one still does). `mlp_twin` is its plain form, which leaves the residual as it is. One H200,
-49,152 tokens, 768 → 3072 (README.md): both ways 2.16 ms where compiled PyTorch takes 2.34, in FP8 1.83.
+No pass reads two activations and writes a third for the sum. In bfloat16 `mlp` writes over the residual: the last product adds to it
+where it stands. An FP8 product cannot add: there both addends are returned, and who reads the sum makes it (`kernels.residual`).
+`mlp_twin` is its plain form, which leaves the residual as it is. One H200, 49,152 tokens, 768 → 3072 (README.md): both ways 2.16 ms
+where compiled PyTorch takes 2.34, in FP8 1.83, with a pass for the sum.
 
 In FP8 the products forward and those of the input's gradient are FP8; the weights' gradients stay bfloat16, or are FP8 too with
 `fp8_weight_grads`, which spares everything of hidden width in bfloat16. The scales (`kernels.fp8_scales`) need no state and no pass of
@@ -47,7 +48,7 @@ def to_fp8(x: Tensor, scale: Tensor, fused: bool, both: bool, in_pairs: bool = F
 
 class FP8MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, fused: bool, fp8_weight_grads: bool) -> Tensor:
+    def forward(ctx, x: Tensor, w_in: Tensor, w_out: Tensor, fused: bool, fp8_weight_grads: bool) -> Tensor:
         x_scale, in_scale, out_scale, act_scale, pre_scale, grad_bound = (weight_scales if fused else weight_scales_twin)(w_in, w_out)
         x8, x8_transposed = to_fp8(x, x_scale, fused, fp8_weight_grads, in_pairs=fp8_weight_grads)
         in8, in8_transposed = to_fp8(w_in, in_scale, fused, True)
@@ -61,11 +62,7 @@ class FP8MLP(torch.autograd.Function):
             kept = x.type_as(act), act, None
         ctx.fused, ctx.fp8_weight_grads = fused, fp8_weight_grads
         ctx.save_for_backward(*kept, in8_transposed, out8, x_scale, in_scale, out_scale, act_scale, grad_bound)
-        out = product(act8, out8_transposed.T, act_scale, out_scale, fast=True)
-        if not fused:
-            return residual + out
-        ctx.mark_dirty(residual)
-        return residual.add_(out)
+        return product(act8, out8_transposed.T, act_scale, out_scale, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -85,7 +82,7 @@ class FP8MLP(torch.autograd.Function):
             grad_pre = backward(grad8, out8, act, product_scale, pre8, pre_scale)
             grad_in, grad_out = grad_pre.T @ x, act.T @ grad.type_as(act)
         grad_x = product(pre8, in8_transposed.T, pre_scale, in_scale, fast=False)
-        return grad, grad_x, grad_in, grad_out, None, None
+        return grad_x, grad_in, grad_out, None, None
 
 
 def has_mlp(device: torch.device) -> bool:
@@ -93,19 +90,20 @@ def has_mlp(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-def mlp_twin(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, fp8: bool, fp8_weight_grads: bool = False) -> Tensor:
-    """residual + relu(x w_inᵀ)² w_out: residual and x (tokens, width), x in FP8 with normed rows; w_in, w_out (hidden, width).
+def mlp_twin(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, fp8: bool, fp8_weight_grads: bool = False) -> tuple[Tensor, ...]:
+    """residual + relu(x w_inᵀ)² w_out, in FP8 as its two addends: residual, x (tokens, width), x in FP8 with normed rows; w_in, w_out
+    (hidden, width).
 
     Its FP8 form multiplies in float32 where the kernel is fused: it is there to compare with, not to be fast. `fp8_weight_grads`
     changes nothing without `fp8`.
     """
     if fp8:
-        return FP8MLP.apply(residual, x, w_in, w_out, False, fp8_weight_grads)
-    return residual + F.relu(F.linear(x, w_in)).square() @ w_out
+        return residual, FP8MLP.apply(x, w_in, w_out, False, fp8_weight_grads)
+    return residual + F.relu(F.linear(x, w_in)).square() @ w_out,
 
 
-def mlp(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, fp8: bool, fp8_weight_grads: bool = False) -> Tensor:
-    """As `mlp_twin`, by Triton kernels and over `residual`; in FP8 tokens, width and hidden are multiples of 16."""
+def mlp(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, fp8: bool, fp8_weight_grads: bool = False) -> tuple[Tensor, ...]:
+    """As `mlp_twin`, by Triton kernels, in bfloat16 over `residual`; in FP8 tokens, width and hidden are multiples of 16."""
     if fp8:
-        return FP8MLP.apply(residual, x, w_in, w_out, True, fp8_weight_grads)
-    return MLP.apply(residual, x, w_in, w_out)
+        return residual, FP8MLP.apply(x, w_in, w_out, True, fp8_weight_grads)
+    return MLP.apply(residual, x, w_in, w_out),

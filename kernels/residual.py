@@ -1,15 +1,15 @@
-"""y = a (x + update + b row) gives c y and y / rms(y), in one pass; and back: one gradient for x and update, in one pass.
+"""y = a (Σ addends + b row) gives c y and y / rms(y), in one pass; and back: one gradient for all addends, in one pass.
 
 Between attention and MLP a layer adds to the residual what attention gave and a row that all layers share, each with a b of its
-own. As a scales all three, x and update have the same gradient, written once. Backward reads y from its normed self, which the
-MLP keeps anyway, and one number a token: 3 tensors in, 1 out, where x, update and row would make 5 in.
+own. As a scales all of them, the addends have the same gradient, written once. Backward reads y from its normed self, which the
+MLP keeps anyway, and one number a token: 3 tensors in, 1 out, where residual, attention's part and row would make 5 in.
 
 The shared row's gradient is Σ b_i grad_i over the layers, and that of b_i is Σ row · grad_i, where grad_i is what layer i returned
-for x. Layers therefore only leave grad_i behind (`Term`), and when the last has run, one kernel reads row and all of them: 13
+for its addends. Layers therefore only leave grad_i behind (`Term`), and when the last has run, one kernel reads row and all of them: 13
 tensors cross memory for 11 layers, where adding layer by layer moves 32 and rounds each sum. (8 layers: 10 and 23.)
 
-`norm_fork` is the same two kernels for norm(x) and x: the gradients of both meet in the kernel, not in an addition after it.
-Sums of scales are exact in their order: no atomics, repeated runs are bit-equal. Times: README.md.
+`norm_fork` is the same two kernels for norm(y) beside y = Σ addends: the gradients of both meet in the kernel. What an FP8 MLP gives
+is an addend too, not summed in a pass of its own. No atomics: all sums have one order, repeated runs are bit-equal. Times: README.md.
 """
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from kernels.backend import check, tl, triton
 CONFIGS = [(1, 4, 8), (1, 2, 16), (2, 4, 8), (4, 8, 4), (1, 4, 12), (2, 8, 6)]
 SHARED_CONFIGS = [(2048, 4), (4096, 8), (4096, 4), (8192, 8)]            # (elements a tile, warps) of the shared row's kernel
 EPS = torch.finfo(torch.float32).eps                                     # of F.rms_norm, which computes in float32
+Addends = tuple[Tensor, ...]                                             # (n, width) each, one or more
 
 
 class Term(NamedTuple):
@@ -42,16 +43,20 @@ def share_twin(rows: Tensor, scales: Tensor) -> list[Term]:
     return [Term(rows, scale) for scale in scales.unbind()]
 
 
-def mlp_input_twin(x: Tensor, update: Tensor | None, term: Term | None, scales: Tensor) -> tuple[Tensor, Tensor]:
+def add_up(addends: Addends) -> Tensor:
+    return sum(addends[1:], addends[0])                                  # one addend is its sum itself, no copy
+
+
+def mlp_input_twin(addends: Addends, term: Term | None, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch twin of `mlp_input`."""
-    x = x if update is None else x + update
+    x = add_up(addends)
     x = scales[0] * (x if term is None else x + term.scale * term.rows)
     return scales[1] * x, norm(x)
 
 
-def norm_fork_twin(x: Tensor) -> tuple[Tensor, Tensor]:
+def norm_fork_twin(addends: Addends) -> tuple[Tensor, Tensor]:
     """Plain PyTorch twin of `norm_fork`."""
-    return norm(x), x
+    return norm(x := add_up(addends)), x
 
 
 def shared_rows_reference(grads: list[Tensor], rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,19 +67,21 @@ def shared_rows_reference(grads: list[Tensor], rows: Tensor, scales: Tensor) -> 
 
 
 @triton.jit
-def residual_kernel(x_ptr, update_ptr, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, norm_ptr, rms_ptr, n, width, eps,
+def residual_kernel(addends, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, norm_ptr, rms_ptr, n, width, eps,
                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     at, inside = row.to(tl.int64)[:, None] * width + column, (row < n)[:, None] & (column < width)
-    y = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if update_ptr is not None:
-        y += tl.load(update_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    y, c = tl.zeros((ROWS, COLUMNS), tl.float32), 1.0
+    for i in tl.static_range(len(addends)):
+        y += tl.load(addends[i] + at, mask=inside, other=0.0).to(tl.float32)
     if rows_ptr is not None:
         y += tl.load(rows_scale_ptr) * tl.load(rows_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if scales_ptr is not None:
         y *= tl.load(scales_ptr)
-        tl.store(out_ptr + at, (tl.load(scales_ptr + 1) * y).to(out_ptr.dtype.element_ty), mask=inside)
+        c = tl.load(scales_ptr + 1)
+    if out_ptr is not None:
+        tl.store(out_ptr + at, (c * y).to(out_ptr.dtype.element_ty), mask=inside)
     rms = tl.sqrt(tl.sum(y * y, axis=1) / width + eps)
     tl.store(norm_ptr + at, (y / rms[:, None]).to(norm_ptr.dtype.element_ty), mask=inside)
     tl.store(rms_ptr + row, rms, mask=row < n)
@@ -128,23 +135,24 @@ def _check(x: Tensor, scales: Tensor | None, **others: Tensor | None) -> None:
           "two float32")
 
 
-def residual(x: Tensor, update: Tensor | None = None, term: Term | None = None, scales: Tensor | None = None,
+def residual(addends: Addends, term: Term | None = None, scales: Tensor | None = None,
              tuned: tuple[int, int, int] | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
-    """c y (None without `scales`) and norm(y), like x (n, width), and rms(y) (n,) float32; without scales y = x + ..."""
-    rows, b = (None, None) if term is None else term[:2]
-    _check(x, scales, update=update, rows=rows)
+    """c y and norm(y), like an addend, and rms(y) (n,) float32; c y is None where it is the only addend itself."""
+    (x, *updates), (rows, b) = addends, (None, None) if term is None else term[:2]
+    _check(x, scales, rows=rows, **{f"addends[{i}]": update for i, update in enumerate(updates, 1)})
     check(b is None or b.numel() == 1 and b.dtype == torch.float32, "scale", b, "one float32")
     (n, width), (tile, warps, _) = x.shape, tuned or CONFIGS[0]
-    out, normed, rms = None if scales is None else torch.empty_like(x), torch.empty_like(x), x.new_empty(n, dtype=torch.float32)
+    out = torch.empty_like(x) if updates or term or scales is not None else None
+    normed, rms = torch.empty_like(x), x.new_empty(n, dtype=torch.float32)
     if x.numel():
-        residual_kernel[triton.cdiv(n, tile),](x, update, rows, b, scales, out, normed, rms, n, width, EPS, ROWS=tile,
+        residual_kernel[triton.cdiv(n, tile),](tuple(addends), rows, b, scales, out, normed, rms, n, width, EPS, ROWS=tile,
                                                COLUMNS=triton.next_power_of_2(width), num_warps=warps)
     return out, normed, rms
 
 
 def residual_backward(out_grad: Tensor, norm_grad: Tensor, normed: Tensor, rms: Tensor, scales: Tensor | None = None,
                       tuned: tuple[int, int, int] | None = None) -> tuple[Tensor, Tensor | None]:
-    """The gradient of x, and of update, like `normed` (n, width), and that of `scales`, (2,) float32, if given."""
+    """The gradient of each addend, like `normed` (n, width), and that of `scales`, (2,) float32, if given."""
     out_grad, norm_grad = out_grad.contiguous(), norm_grad.contiguous()
     _check(normed, scales, out_grad=out_grad, norm_grad=norm_grad)
     (n, width), (tile, warps, programs) = normed.shape, tuned or CONFIGS[0]
@@ -200,10 +208,10 @@ def share(rows: Tensor, scales: Tensor) -> list[Term]:
 
 class MLPInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, update: Tensor | None, rows: Tensor | None, term: Term | None, scales: Tensor) -> tuple[Tensor, Tensor]:
-        out, normed, rms = residual(x, update, term, scales)
+    def forward(ctx, rows: Tensor | None, term: Term | None, scales: Tensor, *addends: Tensor) -> tuple[Tensor, Tensor]:
+        out, normed, rms = residual(addends, term, scales)
         ctx.save_for_backward(normed, rms, scales)
-        ctx.updated, ctx.left = update is not None, None if term is None else term[2:]
+        ctx.count, ctx.left = len(addends), None if term is None else term[2:]
         return out, normed
 
     @staticmethod
@@ -213,29 +221,30 @@ class MLPInput(torch.autograd.Function):
         if ctx.left is not None:
             grads, layer = ctx.left
             grads[layer] = grad
-        return grad, grad if ctx.updated else None, None, None, sums
+        return None, None, sums, *[grad] * ctx.count
 
 
-def mlp_input(x: Tensor, update: Tensor | None, term: Term | None, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The residual that passes the MLP by, c y, and what the MLP sees, norm(y), where y = a (x + update + term).
+def mlp_input(addends: Addends, term: Term | None, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual that passes the MLP by, c y, and what the MLP sees, norm(y), where y = a (Σ addends + term).
 
-    x, update (n, width) contiguous; `term` from `share`; `scales` (2,) float32: a and c. The first result may be written over.
+    Addends contiguous; `term` from `share`; `scales` (2,) float32: a and c. The first result may be written over.
     """
-    return MLPInput.apply(x, update, None if term is None else term.rows, term, scales)
+    return MLPInput.apply(None if term is None else term.rows, term, scales, *addends)
 
 
 class NormFork(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor]:
-        _, normed, rms = residual(x)
+    def forward(ctx, *addends: Tensor) -> tuple[Tensor, Tensor]:
+        out, normed, rms = residual(addends)
         ctx.save_for_backward(normed, rms)
-        return normed, x
+        ctx.count = len(addends)
+        return normed, addends[0] if out is None else out
 
     @staticmethod
-    def backward(ctx, norm_grad: Tensor, out_grad: Tensor) -> Tensor:
-        return residual_backward(out_grad, norm_grad, *ctx.saved_tensors)[0]
+    def backward(ctx, norm_grad: Tensor, out_grad: Tensor) -> tuple[Tensor, ...]:
+        return (residual_backward(out_grad, norm_grad, *ctx.saved_tensors)[0],) * ctx.count
 
 
-def norm_fork(x: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(x) and x (n, width), contiguous, whose gradients are added where the norm's is made."""
-    return NormFork.apply(x)
+def norm_fork(addends: Addends) -> tuple[Tensor, Tensor]:
+    """norm(y) and y = Σ addends (n, width), contiguous, whose gradients are added where the norm's is made."""
+    return NormFork.apply(*addends)

@@ -121,7 +121,7 @@ def hidden() -> Iterator[tuple[str, Callable]]:
         x, w_in, w_out = (random(rows, width).requires_grad_() for rows in (tokens, units, units))
         for name, *fp8 in (("bf16", False, False), ("FP8", True, False), ("FP8, weights' gradients too", True, True)):
             def both(x=x, w_in=w_in, w_out=w_out, fp8=fp8):
-                out = mlp.mlp(2 * x, torch.nn.functional.rms_norm(x, x.shape[1:]), w_in, w_out, *fp8)
+                out = residual.add_up(mlp.mlp(2 * x, torch.nn.functional.rms_norm(x, x.shape[1:]), w_in, w_out, *fp8))
                 return torch.autograd.grad(out.float().square().sum(), (x, w_in, w_out))
             yield f"mlp {name} {tokens} × {width} × {units}", both
 
@@ -162,8 +162,8 @@ def residuals() -> Iterator[tuple[str, Callable]]:
         def both(x=x, rows=rows):
             y = x
             for term in residual.share(rows, row_scales):
-                update, y = residual.norm_fork(y)
-                y, seen = residual.mlp_input(y, update, term, scales)
+                update, y = residual.norm_fork((y, rows))
+                y, seen = residual.mlp_input((y, update), term, scales)
             return torch.autograd.grad((y, seen), (x, rows, scales, row_scales), (x, rows))
         yield f"residual of three layers {n} × {width}", both
         bounds = torch.ones(2, device=DEVICE).unbind()
@@ -178,12 +178,14 @@ def movers() -> Iterator[tuple[str, Callable]]:
     yield "transpose", lambda: transpose.transpose(x)
     order = embedding.sort_rows(torch.randint(9, (71,), device=DEVICE))
     yield "embedding's add_rows", lambda: embedding.add_rows(random(9, 133), x, *order[1:])
-    state = [torch.zeros(50, 133, device=DEVICE, dtype=dtype) for dtype in (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32)]
+    rows = embedding.sort_rows(torch.randint(150, (71,), device=DEVICE))
+    state = [torch.zeros(150, 133, device=DEVICE, dtype=dtype) for dtype in (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32)]
     numbers = [torch.tensor(number, device=DEVICE) for number in (3.0, True, 0.1, 0.1)]
-    state[2][7:19] = 1
+    state += [torch.zeros(150, device=DEVICE), torch.zeros(150, device=DEVICE, dtype=torch.bool)]
 
     def update() -> list[Tensor]:
-        row_adam.row_adam(*state, torch.zeros(50, device=DEVICE), *numbers, 0.95, True)
+        embedding.add_rows(state[2], x, *rows[1:], state[5])
+        row_adam.row_adam(*state, *numbers, 0.95, True)
         return state
     yield "row_adam", update
     yield "add_transposed", lambda: transpose.add_transposed(random(133, 71), x)

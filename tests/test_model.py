@@ -251,8 +251,8 @@ def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
     def whole(share, first, second):
         x, bigram, *weights = (tensor.clone().requires_grad_() for tensor in inputs)
         scales, bigram_scales = (torch.tensor(values, device=DEVICE, requires_grad=True) for values in ([0.9, 1.1], [0.3]))
-        stream, normed = first(x, x.sin(), share(bigram, bigram_scales)[0], scales)
-        out = second(stream, normed, *weights)
+        stream, normed = first((x, x.sin()), share(bigram, bigram_scales)[0], scales)
+        out, = second(stream, normed, *weights)
         return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, bigram, *weights, scales, bigram_scales))]
 
     for name in ("relu_squared", "relu_squared_backward"):  # on GPUs the kernels take minutes to compile in float32
@@ -263,7 +263,7 @@ def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
     compiled = [torch.compile(twin, backend="aot_eager", fullgraph=True) for twin in twins]
     expected = whole(*twins, lambda *tensors: mlp.mlp_twin(*tensors, False))
     for functions in (compiled, twins, (residual.share, residual.mlp_input)):
-        for found, wanted in zip(whole(*functions, mlp.MLP.apply), expected):
+        for found, wanted in zip(whole(*functions, lambda *tensors: mlp.mlp(*tensors, False)), expected):
             torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
 
@@ -330,11 +330,12 @@ def test_fp8_attention_gives_the_model_nearly_its_gradients(trainer, changes, mo
 
 @pytest.mark.parametrize("setting", train_gpt.KERNELS)
 def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting, monkeypatch):
-    """And a device without CUDA runs twins whatever is on."""
+    """And a device without CUDA runs twins whatever is on. Without the embedding's kernel no row is marked for the row update's."""
     monkeypatch.setattr(train_gpt, "has_mlp", lambda device: True)
     twins = [twin for pairs in train_gpt.KERNELS.values() for twin in pairs]
     config = replace(config, compile=False, **{name: name != setting for name in train_gpt.KERNELS})
-    expected = {twin: twin if name == setting else kernel for name, pairs in train_gpt.KERNELS.items() for twin, kernel in pairs.items()}
+    off = {setting, "fused_row_update"} if setting == "fused_embedding" else {setting}
+    expected = {twin: twin if name in off else kernel for name, pairs in train_gpt.KERNELS.items() for twin, kernel in pairs.items()}
     assert train_gpt.compiled(config, torch.device("cuda"), *twins) == expected
     assert train_gpt.compiled(config, torch.device("cpu"), *twins) == {twin: twin for twin in twins}
 
@@ -403,21 +404,55 @@ def test_attention_gates_compile(gated, channels):
         torch.testing.assert_close(plain, compiled)
 
 
-@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False}], ids=str)
+def unsummed_mlp(residual, x, w_in, w_out, *_):
+    """As in FP8: two addends; without its rounding."""
+    return residual, F.relu(F.linear(x, w_in)).square() @ w_out
+
+
+# The last layer's attention reads what entered layer 2, which has not summed it; and from 2 on the head subtracts what nobody has.
+LATE = (train_gpt.Layer(value_embedding=True), train_gpt.Layer(long_window=True), train_gpt.Layer(attends_to=0),
+        train_gpt.Layer(attends_to=1))
+
+
+@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False}, {"layers": LATE, "backout_layer": 2}],
+                         ids=["recipe", "less", "late"])
 def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
-    """Loss and the gradient of every parameter: rows that all layers share, streams that several layers read."""
+    """Loss and the gradient of every parameter: rows that all layers share, streams that several layers read, sums not yet made."""
     trainer, results = train_gpt.Trainer(replace(config, **changes), train_gpt.World()), []
     model, step = trainer.model, trainer.schedule.at(0)
     awake(model)
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
-    for kernels in ({}, train_gpt.KERNELS["fused_residual"]):
-        model.part = model.part | kernels
+    unsummed = {mlp.mlp_twin: unsummed_mlp}
+    plain, kernels = model.part, train_gpt.KERNELS["fused_residual"]
+    for parts in ({}, kernels, unsummed, kernels | unsummed):
+        model.part = plain | parts
         model.zero_grad(set_to_none=False)
         loss, _ = model(batch, step)
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
-    for (name, _), twin, kernel in zip([("loss", None), *model.named_parameters()], *results):
-        assert (kernel - twin).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * twin.norm(), name
+    for (name, _), twin, *others in zip([("loss", None), *model.named_parameters()], *results):
+        for other in others:
+            assert (other - twin).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * twin.norm(), name
+
+
+@pytest.mark.parametrize("parts", [{}, {mlp.mlp_twin: unsummed_mlp}], ids=["summed", "unsummed"])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_gradients_are_complete_behind_what_a_layer_reads(trainer, parts, kernels):
+    """Of a layer and of all later ones, and that of the layer before has not begun."""
+    model, later = trainer.model, {}
+    awake(model)
+    model.part = model.part | parts | (train_gpt.KERNELS["fused_residual"] if kernels else {})
+    banks = [[model.bank[i], *model.mlp_weights(i)] for i in range(len(model.config.layers))]
+
+    def reached(layer: int, x: torch.Tensor | None) -> None:
+        if x is not None:
+            x.register_hook(lambda _: later.update({layer: [[p.grad.clone() for p in bank] for bank in banks]}))
+
+    model(train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE), trainer.schedule.at(0), reached)[0].backward()
+    assert list(later) == [*reversed(range(len(banks) + 1))]
+    for layer, seen in later.items():
+        for i, (bank, grads) in enumerate(zip(banks, seen)):
+            assert all(torch.equal(grad, p.grad if i >= layer else torch.zeros_like(p)) for p, grad in zip(bank, grads))
 
 
 SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "backout", "late_input", "yarn", "neuron_norm",

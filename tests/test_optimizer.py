@@ -271,6 +271,29 @@ def test_adam_takes_the_gradients_of_two_steps(trainer):
     assert not torch.equal(before, head.weights) and not head.grads.any()
 
 
+def test_the_row_update_takes_the_rows_marked_in_two_steps(config):
+    """As its twin does, which looks at the gradients; and after a warm-up that ends between marking and updating the same to the bit."""
+    results = []
+    for update, warm in ((train_gpt.row_adam_twin, False), (train_gpt.row_adam, False), (train_gpt.row_adam, True)):
+        trainer = train_gpt.Trainer(config, train_gpt.World())
+        trainer.model.part |= train_gpt.KERNELS["fused_embedding"]
+        trainer.optimizer.part |= {train_gpt.row_adam_twin: update}
+        shard, snapshot = trainer.optimizer.shards["bigram table"], trainer.optimizer.snapshot()
+        if warm:
+            trainer.step(trainer.schedule.at(2), trainer.loader.batches(2))
+            assert shard.marked.any()
+            trainer.optimizer.restore(snapshot)
+        assert not shard.marked.any()
+        for step in map(trainer.schedule.at, range(4)):
+            trainer.step(step, trainer.loader.batches(step.index))
+            read = shard.grads.view(trainer.model.bigram_table.shape).any(1)
+            assert read.any() != step.update_adam and torch.equal(shard.marked, read)
+        results.append(shard.state())
+    assert all(torch.equal(kernel, warmed) for kernel, warmed in zip(*results[1:], strict=True))
+    (twin, *_), (kernel, *_), _ = results                                # the weights
+    assert (kernel - twin).norm() <= (1e-3 if kernel.device.type == "cpu" else 5e-2) * twin.norm() > 0
+
+
 def test_two_runs_with_one_seed_give_the_same_losses(config):
     runs = []
     for seed in (3, 3, 4):
