@@ -37,6 +37,7 @@ from kernels.attention import ATTENTION, choose_attention
 from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
+from kernels.fp8_qkv import fp8_qkv_heads
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.linear import linear_and_columns
 from kernels.mlp import has_mlp, mlp, mlp_twin
@@ -46,6 +47,7 @@ from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.residual import Addends, add_up, mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin, share, share_twin
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
+from kernels.value_gate import add_to_first_head
 from records.clock import Clock
 from records.machine import device_name, machine_facts
 from records.progress import Diverged, Report, summarise
@@ -170,6 +172,7 @@ class Config:
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = True                # with fp8 and fused_mlp: the MLPs' as well as the head's
     fp8_weight_grads: bool = True       # with fp8_mlp: the gradients of the MLPs' weights as well
+    fp8_attention: bool = False         # with fp8 and fused_qkv: the product Q, K, V, both ways; not yet measured
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
@@ -461,23 +464,6 @@ def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
     return norm(add_up(last) if early is None else add_up(last) - backout * add_up(early))
 
 
-class AddToHead(torch.autograd.Function):
-    """The first head's values (n, heads, head_dim) += scale · rows (n, head_dim), in place."""
-
-    @staticmethod
-    def forward(ctx, values: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, scale)
-        ctx.mark_dirty(values)
-        values[:, 0] += (scale * rows).type_as(rows)
-        return values
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows, scale = ctx.saved_tensors
-        head = grad[:, 0].float()
-        return grad, (scale * head).type_as(rows), (head * rows).sum()
-
-
 KERNELS = {                                                 # setting: Triton kernels by their plain twins
     "fused_loss": {head_loss_twin: head_loss},
     "fused_mlp": {mlp_twin: mlp},
@@ -545,7 +531,8 @@ class GPT(nn.Module):
         self.initialise()
         self.part = compiled(config, device, embed, ngram_index, embedding_twin, share_twin, norm_fork_twin, qkv_weight,
                              attention_gates, qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
-        self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twin's FP8 is there to compare with
+        self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
+        self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -563,7 +550,7 @@ class GPT(nn.Module):
         self.embedding.copy_(self.head)
         for value_table in self.value_tables:
             value_table.normal_(std=0.01, generator=generator)
-        for hashed in self.hashed().values():
+        for _, hashed in self.hashed().values():
             hashed.zero_()
         growth = 1.1 ** 0.5                                              # of the residual and of what a layer adds to it alike
         self.residual_scalars.fill_(growth)
@@ -573,26 +560,41 @@ class GPT(nn.Module):
             self.trigram_scalars.fill_(0.05)
         self.scalars.copy_(torch.tensor([0.0, 0.5]))
 
-    def hashed(self) -> dict[str, nn.Parameter]:
-        """The tables of which every rank holds some columns."""
-        tables = {"bigram_table": self.bigram_table, "trigram_table": self.trigram_table}
-        return {name: table for name, table in tables.items() if table is not None}
+    def hashed(self) -> dict[str, tuple[int, nn.Parameter]]:
+        """The tables of which every rank holds some columns, each with the number of tokens that choose a row."""
+        tables = {"bigram_table": (2, self.bigram_table), "trigram_table": (3, self.trigram_table)}
+        return {name: (length, table) for name, (length, table) in tables.items() if table is not None}
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, whole, on every rank; all of them must call."""
         weights = self.state_dict()
-        for name, hashed in self.hashed().items():
+        for name, (_, hashed) in self.hashed().items():
             parts = self.world.of_all_ranks(hashed.detach()).view(self.world.size, *hashed.shape)
             weights[name] = parts.transpose(0, 1).flatten(1)
         return weights
 
     def parameter_count(self) -> int:
-        others = sum(hashed.numel() for hashed in self.hashed().values()) * (self.world.size - 1)      # columns of theirs
+        others = sum(hashed.numel() for _, hashed in self.hashed().values()) * (self.world.size - 1)      # columns of theirs
         return others + sum(p.numel() for p in self.parameters())
 
     def mlp_weights(self, layer: int) -> tuple[Tensor, Tensor]:
         first = len(self.config.layers) + 2 * layer
         return self.bank[first], self.bank[first + 1]
+
+    def heads(self, layer: Layer, x: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, positions: tuple[Tensor, ...],
+              value_row: Tensor | None, value_gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k (n, heads, qk_dim), v (n, heads, head_dim) and the heads' gates (n, heads, 1), from the normed residual x (n, width).
+
+        `positions`: cos, sin (n, r) and where sequences start (n,).
+        """
+        config, run = self.config, self.part
+        form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window
+        if self.fp8_attention:
+            *qkv, columns = fp8_qkv_heads(x, weight[:-config.width], scale, *positions, value_row, value_gate, config.gate_channels, *form)
+            return *qkv, run[attention_gates](columns, gate, None)[0]
+        qkv, columns = linear_and_columns(x, run[qkv_weight](weight, scale), config.gate_channels)
+        gate, seen = run[attention_gates](columns, gate, None if value_row is None else config.gate_channels // 2)
+        return *run[qkv_heads_twin](qkv, *positions, seen, value_row, value_gate, *form), gate
 
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None) -> tuple[Tensor, Tensor]:
         """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32).
@@ -604,6 +606,7 @@ class GPT(nn.Module):
         is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
         is_start = is_start.index_fill_(0, batch.boundaries.long(), True)[:n]
         cos, sin, attention_scale = self.rotary[step.windows[1] * config.window_block]
+        positions = cos[:n], sin[:n], is_start
         smear, backout = self.scalars.unbind()
         scales, residuals, value_gates = (x.unbind() for x in (self.attention_scalars, self.residual_scalars, self.value_gates))
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
@@ -611,8 +614,8 @@ class GPT(nn.Module):
         sort = sort_rows if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
         by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
         arriving = {}
-        for length, (name, hashed) in enumerate(self.hashed().items(), 2):       # each rank looks its columns up for the tokens of all
-            index = self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, 3 if name == "trigram_table" else 2, len(hashed)))
+        for name, (length, hashed) in self.hashed().items():             # each rank looks its columns up for the tokens of all
+            index = self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, length, len(hashed)))
             exchange = ColumnExchange(self.world)
             arriving[name] = exchange, exchange.send(run[embedding_twin](hashed, sort(index)))
         reached(-1, None)
@@ -631,12 +634,9 @@ class GPT(nn.Module):
                 normed[source], *streams[source] = run[norm_fork_twin](streams[source])      # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-            qkv, columns = linear_and_columns(normed[source], run[qkv_weight](self.bank[i], scale_qkv), config.gate_channels)
-            gate, seen = run[attention_gates](columns, gates[i], None if v is None else config.gate_channels // 2)
-            q, k, values = run[qkv_heads_twin](qkv, cos[:n], sin[:n], is_start, seen, value_row, value_gate,
-                                               config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
+            q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, value_row, value_gate)
             if "trigram_table" in rows:
-                values = AddToHead.apply(values, rows["trigram_table"], self.trigram_scalars[i])
+                values = add_to_first_head(values, rows["trigram_table"], self.trigram_scalars[i])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
@@ -1011,8 +1011,9 @@ class Trainer:
     """Model, optimizer and data: the one step function, of the warm-up and of the run, and the one validation."""
 
     def __init__(self, config: Config, world: World):
-        if config.micro_batches % world.size or config.width % world.size:
-            divisors = [str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == config.width % n == 0]
+        columns = math.gcd(config.width, config.head_dim) if config.trigram_rows else config.width
+        if config.micro_batches % world.size or columns % world.size:
+            divisors = [str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == columns % n == 0]
             raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step and the width, "
                             f"{config.width}; use {', '.join(divisors)} ranks or another --micro_batches")
         self.config, self.world = config, world
@@ -1140,7 +1141,8 @@ def run(config: Config, world: World, started: float) -> None:
     say(f"{config.preset}: {model.parameter_count() / 1e6:.1f} M parameters in {model.dtype}, "
         f"{world.size} x {device_name(world.device)}")
     say(f"attention: {model.attention_backend}" + (f" ({model.attention_note})" if model.attention_note else ""))
-    say(f"head{' and MLP' * model.fp8_mlp}: FP8" if model.fp8 else
+    parts = ["head", *["MLP"] * model.fp8_mlp, *["attention's inputs"] * model.fp8_attention]
+    say(f"{', '.join(parts)}: FP8" if model.fp8 else
         f"head: {model.dtype} (FP8 is " + ("not on this device)" if config.fp8 else "off)"))
     if loader.columns:
         say(f"sampled softmax: {', '.join(f'{n:,}' for n in loader.columns.values())} of {config.padded_vocab:,} logits a token")

@@ -23,7 +23,7 @@ def fit_tiles(interface: ModuleType) -> None:
     """Make FlashAttention-4 choose Hopper's tiles by the wider of q's and v's heads; version 4.0.0b36 does it by q's alone.
 
     For heads of 64 with values of 128 those it chooses take 240 KB of shared memory in the backward pass, of which there are 227,
-    and in the forward pass more registers than three groups of warps have.
+    and spill registers in both passes; by the wider none does (compiled for sm_90a, not yet run).
     """
     for name in ("_tile_size_fwd_sm90", "_tile_size_bwd_sm90"):
         choose = getattr(interface, name, None)

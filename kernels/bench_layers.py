@@ -5,8 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import fp8_scales, qkv, residual
+from kernels import fp8_qkv, fp8_scales, qkv, residual
 from kernels.bench_cases import Case, leaf, random
+from kernels.linear import linear_and_columns
+from kernels.quantize import paired
 
 LAYERS = 8
 
@@ -29,9 +31,71 @@ def heads_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
     for qk_dim, tokens in ((128, 16384), (128, 49152), (64, 49152)):
         for name, *has in (("", False, False), (", key offset", True, False), (", value rows", False, True)):
             channels = 10 * qk_dim + (7 if has[1] else 4) * head_dim
-            yield Case("from QKV to attention, both ways" + name, f"{tokens} × {heads} × (2 × {qk_dim} + {head_dim})",
+            yield Case("from QKV to attention, both ways", f"{tokens} × {heads} × (2 × {qk_dim} + {head_dim}){name}",
                        partial(inputs, tokens, qk_dim, *has), qkv.qkv_heads, qkv.qkv_heads_twin, 0.0, 2.0 * tokens * heads * channels,
                        exact=heads_gradients(qkv.qkv_heads_twin), wrap=heads_gradients, configs=qkv.CONFIGS)
+
+
+def fp8_gradient_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
+    """Of QKV, and its transpose, from those of q, k, v; against the kernel that writes it in bf16."""
+    scale = torch.tensor(fp8_qkv.GRADIENT_SCALE, device="cuda")
+
+    def inputs(tokens: int, qk_dim: int) -> tuple:
+        is_start, (cos, sin) = torch.arange(tokens, device="cuda") % 512 == 0, random(2, tokens, qk_dim // 4).float()
+        grads = (random(tokens, heads, dim) for dim in (qk_dim, qk_dim, head_dim))
+        return *grads, random(tokens, heads * (2 * qk_dim + head_dim)), cos, sin, is_start, qk_dim, head_dim, True
+
+    def kernel(*tensors, tuned: tuple | None = None, scale: Tensor | None = scale) -> tuple:
+        grad, _, _, transposed = qkv.heads_backward(*tensors[:7], None, None, *tensors[7:], tuned, scale)
+        return grad, transposed
+
+    def twin(*tensors) -> tuple:
+        return fp8_qkv.heads_backward_twin(tensors[:3], tensors[3], tensors[4:7], (None, None, None), tensors[7:], scale)[:2]
+
+    def exact(*tensors) -> tuple:
+        grad = heads_gradients(qkv.qkv_heads_twin)(*tensors[3:7], None, None, None, *tensors[7:], *tensors[:3])[-1] / scale
+        return grad, paired(grad.T)
+
+    for qk_dim, tokens in ((128, 16384), (128, 49152), (64, 49152)):
+        yield Case("gradient of QKV in FP8, both ways (against bf16)", f"{tokens} × {heads} × (2 × {qk_dim} + {head_dim})",
+                   partial(inputs, tokens, qk_dim), kernel, twin, 0.0, 4.0 * tokens * heads * (3 * qk_dim + head_dim), exact=exact,
+                   baseline=partial(kernel, scale=None), compile=False, configs=qkv.FP8_CONFIGS)
+
+
+def attention_inputs(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
+                     value_gate: Tensor | None, count: int, *form) -> tuple[Tensor, ...]:
+    """What `fp8_qkv_heads` does, as training does it in bf16."""
+    product, columns = linear_and_columns(x, weight * scale, count)
+    seen = None if value_row is None else columns[:, :value_gate.size(1) // 2].clone()
+    return *qkv.qkv_heads(product, cos, sin, is_start, seen, value_row, value_gate, *form), columns
+
+
+def attention_inputs_gradients(function: Callable) -> Callable:
+    """The learned scale's gradient is made, but not returned: a sum of random numbers that nearly cancel."""
+    def run(*tensors) -> tuple:
+        leaves = {i: leaf(tensors[i]) for i in (0, 1, 2, 6, 7) if tensors[i] is not None}
+        out = function(*(leaves.get(i, x) for i, x in enumerate(tensors[:-4])))
+        grads = torch.autograd.grad(out, tuple(leaves.values()), tensors[-4:])
+        return *(x.detach() for x in out), *(grad for i, grad in zip(leaves, grads) if i != 2)
+    return run
+
+
+def attention_inputs_cases(width: int = 768, heads: int = 6, head_dim: int = 128, count: int = 12) -> Iterator[Case]:
+    def inputs(tokens: int, qk_dim: int, value: bool) -> tuple:
+        x, weight = torch.nn.functional.rms_norm(random(tokens, width), (width,)), random(heads * (2 * qk_dim + head_dim), width) * 0.02
+        is_start, (cos, sin) = torch.arange(tokens, device="cuda") % 512 == 0, random(2, tokens, qk_dim // 4).float()
+        gates = (random(tokens, heads * head_dim), random(heads, count).float()) if value else (None, None)
+        grads = *(random(tokens, heads, dim) for dim in (qk_dim, qk_dim, head_dim)), random(tokens, count)
+        return x, weight, torch.tensor(0.5, device="cuda"), cos, sin, is_start, *gates, count, qk_dim, head_dim, True, *grads
+
+    twin, wrap = fp8_qkv.fp8_qkv_heads_twin, attention_inputs_gradients
+    for qk_dim, tokens, value in ((128, 16384, False), (128, 49152, False), (128, 49152, True), (64, 49152, False)):
+        columns, name, make = heads * (2 * qk_dim + head_dim), "attention's inputs, both ways", partial(inputs, tokens, qk_dim, value)
+        shape, flop = f"{tokens} × {width} × {columns}" + ", value rows" * value, 6.0 * tokens * width * columns
+        moved = tokens * (10.0 * columns + 8.0 * width)                  # rows of values and their gradients not counted
+        yield Case(f"{name}, bf16", shape, make, attention_inputs, twin, flop, moved, wrap=wrap, exact=wrap(twin), compile=False)
+        yield Case(f"{name}, FP8 (against bf16)", shape, make, fp8_qkv.fp8_qkv_heads, partial(twin, fp8=True), flop, moved, rate=2,
+                   baseline=attention_inputs, wrap=wrap, exact=wrap(twin), compile=False)
 
 
 def into_the_mlp(enter: Callable, share: Callable = residual.share_twin) -> Callable:
@@ -111,4 +175,4 @@ def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterat
                fp8_scales.gradient_scales_twin, 0.0, 2.0 * n * width, configs=fp8_scales.CONFIGS)
 
 
-CASES = (heads_cases, residual_cases, scales_cases)
+CASES = (heads_cases, fp8_gradient_cases, attention_inputs_cases, residual_cases, scales_cases)

@@ -8,18 +8,25 @@ README.md); value rows add 75 and 151 MB. Compiled PyTorch takes several passes 
 A program takes one head of a few tokens, Q, K and V of it. Norms are computed again in the backward pass; what is rotated
 with a channel is read a second time, from cache: so a row keeps one layout, is read in whole lines and needs no shared memory.
 Between norm and rotation, and between the value's product and sum, nothing is rounded where the plain form rounds.
+
+Backward may write the gradient of QKV in FP8 with its transpose in place of bf16, 113 MB each in place of 226 (`kernels.fp8_qkv`).
 """
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import check, tl, triton
+from kernels.relu_squared import pairs
 from kernels.rotary import rotate
 from kernels.value_gate import value_mix, value_mix_backward, value_mix_reference
 
 EPS = torch.finfo(torch.float32).eps            # what rms_norm adds for every dtype up to float32
 # (tokens a program, warps); the first is used. With 8 tokens of 128 channels to 4 warps a thread has 16 bytes of each row.
-CONFIGS = [(8, 4), (4, 2), (2, 1), (16, 8), (16, 4), (32, 8)]
+CONFIGS = [(8, 4), (4, 2), (2, 1), (8, 2), (16, 8), (16, 4), (32, 8)]
+# Backward in FP8, a multiple of 16 tokens, of which 32 fill a sector of a transposed row; not measured yet. Registers a thread with
+# heads of 128 channels, of queries and keys of 128 / 64 (Triton 3.6, sm_90).
+FP8_CONFIGS = [(32, 8), (64, 16), (16, 4), (32, 4), (64, 8)]             # 120 / 77, 124 / 78, 93 / 67, 233 / 125, 234 / 123
+E5M2 = torch.float8_e5m2
 
 
 def qkv_heads_twin(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, seen: Tensor | None, value_row: Tensor | None,
@@ -103,31 +110,44 @@ def heads_kernel(qkv_ptr, cos_ptr, sin_ptr, is_start_ptr, row_ptr, mix_ptr, q_pt
 
 
 @triton.jit
+def store_gradient(x, column, grad_ptr, transposed_ptr, scale_ptr, token, n, WIDTH: tl.constexpr, LIMIT: tl.constexpr,
+                   HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """x (tokens, channels), the gradient of these columns of qkv, as it is; or, with a scale, over that in FP8, and transposed too."""
+    if scale_ptr is not None:
+        x = tl.clamp(x.to(tl.float32) / tl.load(scale_ptr), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        row, pair = tl.multiple_of(n // 2, 8), tl.program_id(0) // HEADS * (TOKENS // 2) + tl.arange(0, TOKENS // 2)[None, :]
+        transposed = pairs(x, grad_ptr.dtype.element_ty, TOKENS, x.shape[1]).T
+        tl.store(transposed_ptr + column.to(tl.int64).T * row + pair, transposed, mask=pair < row)
+    tl.store(grad_ptr + token[:, None] * WIDTH + column, x.to(grad_ptr.dtype.element_ty), mask=token[:, None] < n)
+
+
+@triton.jit
 def heads_backward_kernel(qkv_ptr, cos_ptr, sin_ptr, is_start_ptr, row_ptr, mix_ptr, q_grad_ptr, k_grad_ptr, v_grad_ptr,
-                          grad_ptr, row_grad_ptr, mix_grad_ptr, n,
+                          grad_ptr, transposed_ptr, scale_ptr, row_grad_ptr, mix_grad_ptr, n, LIMIT: tl.constexpr,
                           OFFSET: tl.constexpr, VALUE: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
                           EPS: tl.constexpr, QK_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
     head, token, channel, value_channel = place(HEADS, TOKENS, QK_DIM, HEAD_DIM)
-    live, inside = token < n, (token < n)[:, None]
-    row = token[:, None] * (HEADS * (2 * QK_DIM + HEAD_DIM))
-    queries = row + head * QK_DIM + channel
-    keys, values = queries + HEADS * QK_DIM, row + 2 * HEADS * QK_DIM + head * HEAD_DIM + value_channel
+    live, inside, WIDTH = token < n, (token < n)[:, None], HEADS * (2 * QK_DIM + HEAD_DIM)
+    query = head * QK_DIM + channel                                                     # columns of qkv
+    key, value = query + HEADS * QK_DIM, 2 * HEADS * QK_DIM + head * HEAD_DIM + value_channel
     out_rows = token[:, None] * (HEADS * QK_DIM) + head * QK_DIM
     value_out = token[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM + value_channel
     cos, sin = angles(cos_ptr, sin_ptr, token, channel, inside, R)
-    q = tl.load(qkv_ptr + queries, mask=inside, other=0.0).to(tl.float32)
-    k = tl.load(qkv_ptr + keys, mask=inside, other=0.0).to(tl.float32)
+    q = tl.load(qkv_ptr + token[:, None] * WIDTH + query, mask=inside, other=0.0).to(tl.float32)
+    k = tl.load(qkv_ptr + token[:, None] * WIDTH + key, mask=inside, other=0.0).to(tl.float32)
     _, q_grad = load_rotated(q_grad_ptr + out_rows, cos, -sin, channel, inside, R)      # back by the same angle
     _, k_grad = load_rotated(k_grad_ptr + out_rows, cos, -sin, channel, inside, R)
     v_grad = tl.load(v_grad_ptr + value_out, mask=inside, other=0.0)
-    tl.store(grad_ptr + queries, norm_backward(q, q_grad, EPS, QK_DIM).to(grad_ptr.dtype.element_ty), mask=inside)
+    q_grad = norm_backward(q, q_grad, EPS, QK_DIM)
+    store_gradient(q_grad, query, grad_ptr, transposed_ptr, scale_ptr, token, n, WIDTH, LIMIT, HEADS, TOKENS)
     if OFFSET:                                                                          # they went to the next token's k, if to any
         follows = (token + 1 < n) & (tl.load(is_start_ptr + token + 1, mask=token + 1 < n, other=1) == 0)
         after = k_grad_ptr + HEADS * QK_DIM + out_rows + channel
         after = tl.load(after, mask=follows[:, None] & (channel >= 2 * R), other=0.0)
         k_grad = tl.where(channel < 2 * R, k_grad, after.to(tl.float32))
-    tl.store(grad_ptr + keys, norm_backward(k, k_grad, EPS, QK_DIM).to(grad_ptr.dtype.element_ty), mask=inside)
-    tl.store(grad_ptr + values, v_grad.to(grad_ptr.dtype.element_ty), mask=inside)
+    k_grad = norm_backward(k, k_grad, EPS, QK_DIM)
+    store_gradient(k_grad, key, grad_ptr, transposed_ptr, scale_ptr, token, n, WIDTH, LIMIT, HEADS, TOKENS)
+    store_gradient(v_grad, value, grad_ptr, transposed_ptr, scale_ptr, token, n, WIDTH, LIMIT, HEADS, TOKENS)
     if VALUE:
         v_grad, mixes = v_grad.to(tl.float32), token * HEADS + head
         value_row = tl.load(row_ptr + value_out, mask=inside, other=0.0).to(tl.float32)
@@ -170,17 +190,27 @@ def heads_forward(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value
 
 def heads_backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor,
                    value_row: Tensor | None, mix: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool,
-                   tuned: tuple[int, int] = CONFIGS[0]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of qkv, value_row and mix from those of q, k (n, heads, qk_dim) and v (n, heads, head_dim)."""
-    form, (tokens, warps), n = _form(qkv, cos, sin, is_start, value_row, mix, qk_dim, head_dim, key_offset), tuned, len(qkv)
+                   tuned: tuple[int, int] | None = None, scale: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """The gradients of qkv, value_row and mix from those of q, k (n, heads, qk_dim) and v (n, heads, head_dim); and, with a scale
+    (one float32), qkv's over it in float8_e5m2, saturated, and in the last place that transposed, in `kernels.quantize.paired` order.
+    """
+    form, n = _form(qkv, cos, sin, is_start, value_row, mix, qk_dim, head_dim, key_offset), len(qkv)
+    tokens, warps = tuned or (CONFIGS if scale is None else FP8_CONFIGS)[0]
     grads = [grad.contiguous() for grad in (q_grad, k_grad, v_grad)]
     for name, grad, dim in zip(("q_grad", "k_grad", "v_grad"), grads, (qk_dim, qk_dim, head_dim)):
         check(grad.shape == (n, form["HEADS"], dim), name, grad, f"({n}, {form['HEADS']}, {dim})")
+    check(scale is None or n % 16 == tokens % 16 == 0 and scale.numel() == 1 and scale.dtype == torch.float32, "qkv", qkv,
+          "of a multiple of 16 tokens, in blocks of such, and the scale one float32, to have its gradient in FP8")
     grad, row_grad, mix_grad = (None if x is None else torch.empty_like(x) for x in (qkv, value_row, mix))
+    transposed = by_pairs = None
+    if scale is not None:
+        grad, transposed = (torch.empty(shape, dtype=E5M2, device=qkv.device) for shape in (qkv.shape, qkv.shape[::-1]))
+        by_pairs = transposed.view(torch.int16)
     if n:
         heads_backward_kernel[triton.cdiv(n, tokens) * form["HEADS"],](
-            qkv, cos, sin, is_start, value_row, mix, *grads, grad, row_grad, mix_grad, n, **form, TOKENS=tokens, num_warps=warps)
-    return grad, row_grad, mix_grad
+            qkv, cos, sin, is_start, value_row, mix, *grads, grad, by_pairs, scale, row_grad, mix_grad, n,
+            LIMIT=torch.finfo(E5M2).max, **form, TOKENS=tokens, num_warps=warps)
+    return grad, row_grad, mix_grad, transposed
 
 
 class Heads(torch.autograd.Function):
@@ -195,7 +225,7 @@ class Heads(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, seen, value_gate = ctx.saved_tensors
-        grad, row_grad, mix_grad = heads_backward(*grads, *tensors, *ctx.form)
+        grad, row_grad, mix_grad, _ = heads_backward(*grads, *tensors, *ctx.form)
         seen_grad = gate_grad = None
         if row_grad is not None:
             seen_grad, gate_grad = value_mix_backward(mix_grad, tensors[-1], seen, tensors[-2], value_gate, row_grad)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import (
-    cross_entropy, embedding, fp8_scales, head_loss, mlp, newton_schulz, qkv, quantize, residual, row_adam, symmetric, transpose)
+    cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, mlp, newton_schulz, qkv, quantize, residual, row_adam, symmetric, transpose)
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -140,6 +140,20 @@ def heads() -> Iterator[tuple[str, Callable]]:
             yield f"qkv_heads {n} × {count} × (2 × {qk_dim} + {head_dim}){name}", both
 
 
+def fp8_heads() -> Iterator[tuple[str, Callable]]:
+    scale, count = torch.tensor(0.5, device=DEVICE).requires_grad_(), 12
+    for n, heads, qk_dim, head_dim in ((16, 1, 16, 16), (48, 6, 128, 128), (304, 6, 64, 128)):
+        cos, sin = (torch.rand(n, qk_dim // 4, device=DEVICE) for _ in range(2))
+        x = torch.nn.functional.rms_norm(random(n, heads * head_dim), (heads * head_dim,)).requires_grad_()
+        weight, row = (random(m, heads * head_dim).requires_grad_() for m in (heads * (2 * qk_dim + head_dim), n))
+        gate, is_start = torch.randn(heads, 12, device=DEVICE).requires_grad_(), torch.arange(n, device=DEVICE) % 5 == 0
+        for name, value in (("", (None, None)), (", value rows", (row, gate))):
+            def both(tensors=(x, weight, scale, cos, sin, is_start, *value), dims=(qk_dim, head_dim)):
+                loss = sum(out.float().square().sum() for out in fp8_qkv.fp8_qkv_heads(*tensors, count, *dims, True))
+                return torch.autograd.grad(loss, [x for x in tensors if x is not None and x.requires_grad])
+            yield f"fp8_qkv_heads {n} × {heads} × (2 × {qk_dim} + {head_dim}){name}", both
+
+
 def residuals() -> Iterator[tuple[str, Callable]]:
     scales, row_scales = torch.tensor([0.9, 1.1], device=DEVICE).requires_grad_(), torch.rand(3, device=DEVICE).requires_grad_()
     for n, width in ((1, 1), (37, 133), (301, 768)):
@@ -180,7 +194,7 @@ def movers() -> Iterator[tuple[str, Callable]]:
 def launch_each(times: int = 2) -> int:
     """Launch every kernel on small shapes, most no multiple of a tile; returns how many gave something that is not finite."""
     failed = 0
-    for group in (products, losses, hidden, heads, residuals, movers):
+    for group in (products, losses, hidden, heads, fp8_heads, residuals, movers):
         for name, call in group():
             for _ in range(times):
                 out = call()

@@ -14,6 +14,8 @@ from kernels.adam import adam_update
 from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
 from kernels.embedding import add_rows, add_rows_reference, embedding, embedding_twin, sort_rows
+from kernels.fp8_linear import quantise
+from kernels.fp8_qkv import GRADIENT_SCALE, fp8_qkv_heads, fp8_qkv_heads_twin, heads_backward_twin
 from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
 from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_scales, weight_scales_twin
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
@@ -21,6 +23,8 @@ from kernels.linear import linear_and_columns, linear_and_columns_reference
 from kernels.master_weight import master_weight, store_master_weight
 from kernels.mlp import mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
+from kernels.qkv import CONFIGS as HEADS_CONFIGS
+from kernels.qkv import FP8_CONFIGS as HEADS_FP8_CONFIGS
 from kernels.qkv import heads_backward, heads_forward, qkv_heads, qkv_heads_twin
 from kernels.quantize import paired, quantize, quantize_reference
 from kernels.relu_squared import (
@@ -769,7 +773,7 @@ def test_qkv_heads_in_blocks_of_any_size(dims, dtype):
         torch.manual_seed(1)
         starts = (0, 4, 5, 16) if tuned[0] > 4 else (4, 5, 16)
         tensors = [*heads_inputs(21, 2, dims, False, starts=starts, dtype=dtype)[:4], row, mix]
-        results.append([*heads_forward(*tensors, *dims, True, tuned), *heads_backward(*grads, *tensors, *dims, True, tuned)])
+        results.append([*heads_forward(*tensors, *dims, True, tuned), *heads_backward(*grads, *tensors, *dims, True, tuned)[:3]])
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
             assert error(x, y.double()) < (1e-6 if dtype == torch.float32 else 1e-2)
@@ -850,6 +854,105 @@ def test_qkv_heads_refuse_what_they_cannot_do():
                  lambda: heads_backward(*[random(9, 2, 16)] * 3, *good[:4], row, mix, 16, 16, False)):
         with pytest.raises(ValueError, match="grad must be"):
             call()
+
+
+@pytest.mark.parametrize("key_offset", [False, True])
+@pytest.mark.parametrize("n, heads, dims", [(16, 1, (16, 16)), (144, 3, (16, 32)), (48, 2, (32, 16))])
+def test_qkvs_gradient_in_fp8_both_ways(n, heads, dims, key_offset, monkeypatch):
+    """Rows and transpose hold the same bits, near the reference's, every one of them written; in every configuration."""
+    inputs, grads, scale = heads_inputs(n, heads, dims, True), heads_grads(n, heads, dims), torch.tensor(2.0 ** -12, device=DEVICE)
+    inputs[0] = inputs[0].clone()
+    tensors = *inputs[:4], inputs[5], value_mix(*inputs[4:])
+    grad, *others, nothing = heads_backward(*grads, *tensors, *dims, key_offset)
+    plain = heads_backward_twin(grads, inputs[0], inputs[1:4], inputs[4:], (*dims, key_offset), scale)
+    assert nothing is None and torch.equal(plain[1].float(), paired(plain[0].T).float())
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(float("nan")))
+    for tuned in HEADS_FP8_CONFIGS if n == 144 else HEADS_FP8_CONFIGS[:1]:
+        grad8, *same, transposed = heads_backward(*grads, *tensors, *dims, key_offset, tuned, scale)
+        assert grad8.dtype == transposed.dtype == torch.float8_e5m2 and grad8.shape == inputs[0].shape
+        assert same_bits(transposed, paired(grad8.T)) and error(grad8.float(), plain[0].double()) < 0.15     # the interpreter's rounding
+        assert all(map(torch.equal, others, same))
+    monkeypatch.undo()
+    if DEVICE == "cuda":
+        assert error(grad8.float(), quantise(grad, scale, torch.float8_e5m2).double()) < 0.02
+    largest = heads_backward(*[x * 2 ** 20 for x in grads], *tensors, *dims, key_offset, None, scale)[0].float().abs().max()
+    assert largest == torch.finfo(torch.float8_e5m2).max                 # saturated
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no NaN in FP8")
+def test_what_is_no_number_shows_in_qkvs_gradient_in_fp8():
+    inputs, scale = heads_inputs(48, 2, (16, 32), False), torch.tensor(GRADIENT_SCALE, device=DEVICE)
+    for i in range(3):
+        grads = heads_grads(48, 2, (16, 32))
+        grads[i][5, 1, 3] = float("nan")
+        grad8, _, _, transposed = heads_backward(*grads, *inputs[:4], None, None, 16, 32, True, None, scale)
+        rows = grad8.float().isnan().any(1).nonzero().flatten().tolist()
+        assert rows == [5] and transposed.float().isnan().any() and same_bits(transposed, paired(grad8.T))
+
+
+def fp8_heads_results(function, tensors: list, grads: list, *arguments, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """q, k, v, x's first columns and the gradients of x, weight, scale, and, where there are, the value's."""
+    leaves = {i: tensors[i].detach().to(dtype or tensors[i].dtype).requires_grad_() for i in (0, 1, 2, 6, 7) if tensors[i] is not None}
+    out = function(*(leaves.get(i, x) for i, x in enumerate(tensors)), 12, *arguments)
+    assert all(x.is_contiguous() for x in out)
+    return [*(x.detach() for x in out), *torch.autograd.grad(out, tuple(leaves.values()), [g.to(x) for g, x in zip(grads, out)])]
+
+
+def fp8_heads_inputs(n: int, heads: int, dims: tuple[int, int], value: bool) -> tuple[list, list]:
+    """What `fp8_qkv_heads` takes before `count`, and gradients of its results that differ from token to token by 2 ** 6."""
+    dtype, width = torch.bfloat16 if DEVICE == "cuda" else torch.float32, heads * dims[1]
+    qkv, *tables, _, row, gate = heads_inputs(n, heads, dims, value, dtype=dtype)
+    x, weight = torch.nn.functional.rms_norm(random(n, width), (width,)), random(qkv.size(1), width) * 0.05
+    fall = torch.logspace(-6, 0, n, 2, device=DEVICE)[:, None]
+    grads = [*(x * 0.1 * fall[..., None] for x in heads_grads(n, heads, dims)), random(n, 12) * 0.01 * fall]
+    return [x.to(dtype), weight.to(dtype), torch.tensor(0.6, device=DEVICE), *tables, row, gate], grads
+
+
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("n, heads, dims", [(144, 2, (32, 32)), (112, 2, (16, 32)), (48, 3, (32, 16))])
+def test_fp8_qkv_heads(n, heads, dims, value):
+    """As near to full precision as their twin, and near; four times the gradient brings four times the gradients."""
+    tensors, grads = fp8_heads_inputs(n, heads, dims, value)
+    exact = fp8_heads_results(fp8_qkv_heads_twin, double(tensors), grads, *dims, True)
+    plain = fp8_heads_results(fp8_qkv_heads_twin, tensors, grads, *dims, True, True)
+    ours = fp8_heads_results(fp8_qkv_heads, tensors, grads, *dims, True)
+    larger = fp8_heads_results(fp8_qkv_heads, tensors, [4 * g for g in grads], *dims, True)
+    slack = 0.15 if DEVICE == "cpu" else 1e-3                            # the interpreter's rounding is poor
+    values = slice(-heads * dims[1], None)
+    for i, (fused, twin, right, four) in enumerate(zip(ours, plain, exact, larger, strict=True)):
+        if i == 6:                                                       # the scale's: a sum in which much cancels
+            terms = (tensors[1][values].double().norm() * exact[5][values].norm()).item()
+            assert abs(twin - right) < 0.02 * terms and abs(fused - right) < (0.02 + slack / 4) * terms
+        else:
+            assert error(twin, right) < 0.1
+            assert_as_exact_as_pytorch(fused, twin, right, slack)
+            assert error(four, fused.double() * (1 if i < 4 else 4)) < 1e-2
+    assert torch.equal(ours[3], tensors[0][:, :12])
+
+
+def test_fp8_qkv_heads_quantise_once_and_scale_the_product(monkeypatch):
+    """With PyTorch's rounding the results are the twin's; the learned scale, also a negative one and zero, multiplies the product."""
+    monkeypatch.setattr(kernels.mlp, "quantize", lambda x, scale, both, in_pairs: quantize_reference(x, scale, in_pairs=in_pairs))
+    tensors, grads = fp8_heads_inputs(48, 2, (16, 32), True)
+    for number in (0.6, -0.7, 0.0):
+        tensors[2] = torch.tensor(number, device=DEVICE)
+        plain = fp8_heads_results(fp8_qkv_heads_twin, tensors, grads, 16, 32, True, True)
+        ours = fp8_heads_results(fp8_qkv_heads, tensors, grads, 16, 32, True)
+        for fused, twin in zip(ours[:4], plain[:4]):
+            torch.testing.assert_close(fused, twin, atol=1e-2 if DEVICE == "cuda" else 1e-5, rtol=1e-2)
+        assert all(x.isfinite().all() for x in ours) and bool(ours[5].any()) == (number != 0) and ours[6] != 0
+
+
+def test_fp8_qkv_heads_refuse_what_they_cannot_do():
+    tensors, grads = fp8_heads_inputs(48, 2, (16, 32), False)
+    odd = [x[:40] if x is not None and len(x.shape) and len(x) == 48 else x for x in tensors]
+    with pytest.raises(ValueError, match="multiple of 16 rows"):
+        fp8_qkv_heads(*odd, 12, 16, 32, False)
+    inputs, scale = heads_inputs(48, 2, (16, 32), False), torch.tensor(1.0, device=DEVICE)
+    for tuned, wrong in ((HEADS_CONFIGS[0], scale), (None, scale.double()), (None, scale.repeat(2))):
+        with pytest.raises(ValueError, match="gradient in FP8"):
+            heads_backward(*heads_grads(48, 2, (16, 32)), *inputs[:4], None, None, 16, 32, False, tuned, wrong)
 
 
 def stack_of_layers(functions: tuple, x, updates: list, rows, scales, row_scales, repeat: bool = False) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from kernels.attention import ATTENTION, choose_attention, fit_tiles
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.linear import linear_and_columns, linear_and_columns_reference
 from kernels.qkv import qkv_heads, qkv_heads_twin
+from kernels.quantize import quantize_reference
 from kernels.rotary import rotary_tables, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -264,7 +265,7 @@ def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
     monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     for fp8 in (True, False):
-        trainer = train_gpt.Trainer(replace(config, fp8=fp8, fp8_mlp=True), train_gpt.World())
+        trainer = train_gpt.Trainer(replace(config, fp8=fp8, fp8_mlp=True, fp8_attention=True), train_gpt.World())
         assert trainer.model.fp8 is fp8
         if fp8:
             with pytest.raises(AssertionError, match="FP8 product"):
@@ -287,6 +288,38 @@ def test_the_mlp_is_told_whether_its_weights_gradients_are_fp8(config, fp8_weigh
     assert set(told) == {(True, fp8_weight_grads)}
 
 
+@pytest.mark.parametrize("setting", [None, "fp8", "fused_qkv", "fp8_attention"])
+def test_fp8_attention_needs_fp8_and_its_kernels(config, setting, monkeypatch):
+    on_a_gpu = train_gpt.compiled
+    monkeypatch.setattr(train_gpt, "has_fp8", lambda device: True)
+    monkeypatch.setattr(train_gpt, "compiled", lambda config, device, *functions: on_a_gpu(config, torch.device("cuda"), *functions))
+    settings = {name: name != setting for name in ("fp8", "fused_qkv", "fp8_attention")}
+    model = train_gpt.GPT(replace(config, compile=False, fused_mlp=False, **settings), train_gpt.World())
+    assert model.fp8_attention is (setting is None)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_gates": False}, {"value_embeddings": False}], ids=str)
+def test_fp8_attention_gives_the_model_nearly_its_gradients(trainer, changes, monkeypatch):
+    """With layers that share a normed residual, key offset, value rows and gates, or without; and of the same parameters."""
+    config, results = replace(trainer.config, **changes), []
+    if DEVICE.type == "cpu":                                             # the interpreter's rounding is poor
+        monkeypatch.setattr(mlp, "quantize", lambda x, scale, both, in_pairs: quantize_reference(x, scale, in_pairs=in_pairs))
+    model = train_gpt.Trainer(config, train_gpt.World()).model
+    awake(model)
+    batch, step = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE), trainer.schedule.at(0)
+    for fp8 in (False, True):
+        model.fp8_attention = fp8
+        model.zero_grad(set_to_none=True)
+        loss, _ = model(batch, step)
+        loss.backward()
+        results.append({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}})
+    plain, fp8 = results
+    assert plain.keys() == fp8.keys() and abs(fp8["loss"] - plain["loss"]) < 0.01 * plain["loss"]
+    for name, grad in plain.items():
+        assert F.cosine_similarity(grad.flatten().double(), fp8[name].flatten().double(), dim=0) > 0.95, name
+    assert not torch.equal(plain["bank.0"], fp8["bank.0"])
+
+
 @pytest.mark.parametrize("setting", train_gpt.KERNELS)
 def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting, monkeypatch):
     """And a device without CUDA runs twins whatever is on. Without the embedding's kernel no row is marked for the row update's."""
@@ -306,7 +339,7 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
     awake(model)
     step = trainer.schedule.at(0)
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
-    for lookup, count in ((embedding_twin, 0), (embedding, 2)):
+    for lookup, count in ((embedding_twin, 0), (embedding, 1 + len(model.hashed()))):
         model.part = model.part | {embedding_twin: lookup}
         with torch.no_grad():
             model(batch, step)
@@ -314,7 +347,7 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
         model.zero_grad(set_to_none=False)
         model(batch, step)[0].backward()
         assert len(sorts) == count
-        gradients.append([table.grad.clone() for table in (model.head, model.bigram_table, *model.value_tables)])
+        gradients.append([table.grad.clone() for table in (model.head, *(hashed for _, hashed in model.hashed().values()), *model.value_tables)])
     for twin, kernel in zip(*gradients):
         assert (kernel - twin).norm() < (1e-5 if DEVICE.type == "cpu" else 1e-2) * twin.norm()
 
@@ -429,6 +462,22 @@ def test_every_trick_can_be_switched_off(config, off):
         steps = [trainer.schedule.at(i) for i in (1, 3, 5)]
         losses.append([trainer.step(s, trainer.loader.batches(s.index)).item() for s in steps])
     assert all(map(math.isfinite, losses[1])) and losses[0] != losses[1]
+
+
+def test_a_layer_that_comes_later_stays_as_it_is_until_then(config):
+    trainer = train_gpt.Trainer(replace(config, layers=(config.layers[0], replace(config.layers[1], from_stage=1), *config.layers[2:])),
+                                train_gpt.World())
+    model, schedule = trainer.model, trainer.schedule
+    late = [model.bank[1], *model.mlp_weights(1)]
+    before = [x.clone() for x in late]
+    assert not late[0][-config.width:].any() and late[0][:-config.width].any() and not late[2].any()      # O and MLP-out add nothing yet
+    for step in schedule:
+        there = 1 in step.layers
+        assert there == (step.index >= config.steps // 3) and {0, 2, 3} <= set(step.layers)
+        assert there == (model.flops_per_token(step) == model.flops_per_token(step._replace(layers=(0, 1, 2, 3))))
+        if step.index < 4:
+            loss = trainer.step(step, trainer.loader.batches(step.index))
+            assert loss.isfinite() and all(torch.equal(*pair) for pair in zip(before, late)) == (not there)
 
 
 @pytest.mark.parametrize("name", INGREDIENTS)

@@ -164,7 +164,7 @@ def ranks_results(shards, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     for ranks in (1, 2, 4, 8):
         subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "tests/rank_worker.py",
-                        str(out), "8", "--preset", "cpu", *TINY, "--qk_dim", "16", "--data_path", str(shards)],
+                        str(out), "8", "--preset", "cpu", *TINY, "--qk_dim", "16", "--trigram_rows", "512", "--data_path", str(shards)],
                        cwd=ROOT, env=environment(), check=True, timeout=240, capture_output=True)
     return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)
             for overlap, result in torch.load(out / f"{ranks}-{rank}.pt").items()}

@@ -1,0 +1,112 @@
+"""q, k, v from x, by the product X (s·W)ᵀ and `kernels.qkv` as one function, whose three products are FP8, both ways.
+
+One function because the gradient of QKV is FP8, which autograd passes on for no bfloat16 tensor: the heads' backward kernel writes it
+as float8_e5m2 with its transpose, as the products for X's and W's gradients want it, and no pass reads it to quantise it. Of X only
+the transpose in FP8 is kept, half of its bytes. The scales need no state: X's rows are normed, W's largest row norm bounds its
+elements, and the gradient's is a constant, for e5m2 has 30 binades. Transposes are `paired`: a sum over tokens takes any order.
+Not measured yet (README.md).
+"""
+import torch
+from torch import Tensor
+
+from kernels.fp8_linear import product, quantise
+from kernels.fp8_scales import gradient_scales, gradient_scales_twin
+from kernels.linear import linear_and_columns_reference
+from kernels.mlp import to_fp8
+from kernels.quantize import paired
+from kernels.qkv import heads_backward, heads_forward, qkv_heads_twin
+from kernels.value_gate import value_mix, value_mix_backward
+
+# Of QKV's gradient, for a loss summed over tokens: what is past 2^9.8 saturates, below 2^-20 it loses precision. In 120 steps of preset
+# "cpu", in float32, its largest element rose from 2^-7 to 2^4, and nine in ten were past 2^-20 in every layer's Q, K and V.
+GRADIENT_SCALE = 2.0 ** -6
+
+
+def heads_backward_twin(grads: tuple[Tensor, ...], qkv: Tensor, tables: tuple[Tensor, ...], value: tuple[Tensor | None, ...],
+                        form: tuple, scale: Tensor) -> tuple[Tensor | None, ...]:
+    """From the gradients of q, k, v: that of qkv over `scale` in FP8, and its paired transpose; those of `value`."""
+    leaves = [x if x is None else x.detach().requires_grad_() for x in (qkv, *value)]
+    with torch.enable_grad():
+        out = qkv_heads_twin(leaves[0], *tables, *leaves[1:], *form)
+    found = iter(torch.autograd.grad(out, [x for x in leaves if x is not None], grads))
+    grad, *value_grads = (x if x is None else next(found) for x in leaves)
+    grad8 = quantise(grad, scale, torch.float8_e5m2)
+    return grad8, paired(grad8.T), *value_grads
+
+
+class FP8Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
+                value_gate: Tensor | None, count: int, qk_dim: int, head_dim: int, key_offset: bool, fused: bool) -> tuple[Tensor, ...]:
+        x_scale = torch.full((), x.size(1) ** 0.5 / torch.finfo(torch.float8_e4m3fn).max, device=x.device)
+        # Of any matrix's rows: its scale, and that times the learned one, with which the product alone is scaled.
+        weight_scale, weight_scale_learned, _ = (gradient_scales if fused else gradient_scales_twin)(weight, scale, scale)
+        x8, x8_transposed = to_fp8(x, x_scale, fused, True, in_pairs=True)
+        weight8, weight8_transposed = to_fp8(weight, weight_scale, fused, True)
+        qkv = product(x8, weight8.T, x_scale, weight_scale_learned, fast=True).type_as(x)
+        columns, tables, form = x[:, :count].clone(), (cos, sin, is_start), (qk_dim, head_dim, key_offset)
+        seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
+        mix = value_mix(seen, value_row, value_gate) if fused and seen is not None else None
+        ctx.save_for_backward(qkv, *tables, value_row, value_gate, mix, columns, x8_transposed, weight, weight8_transposed, scale,
+                              x_scale, weight_scale_learned)
+        ctx.form, ctx.fused = form, fused
+        if fused:
+            heads = heads_forward(qkv, *tables, value_row, mix, *form)
+        else:
+            heads = qkv_heads_twin(qkv, *tables, seen, value_row, value_gate, *form)
+        return *heads, columns
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (qkv, *tables, value_row, value_gate, mix, columns, x8_transposed, weight, weight8_transposed, scale, x_scale,
+         weight_scale_learned) = ctx.saved_tensors
+        *grads, columns_grad = grads
+        grad_scale, seen_grad, gate_grad = torch.full_like(x_scale, GRADIENT_SCALE), None, None
+        seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
+        if ctx.fused:
+            grad8, row_grad, mix_grad, transposed = heads_backward(*grads, qkv, *tables, value_row, mix, *ctx.form, scale=grad_scale)
+            if seen is not None:
+                seen_grad, gate_grad = value_mix_backward(mix_grad, mix, seen, value_row, value_gate, row_grad)
+        else:
+            grad8, transposed, seen_grad, row_grad, gate_grad = heads_backward_twin(
+                grads, qkv, tables, (seen, value_row, value_gate), ctx.form, grad_scale)
+        x_grad = product(grad8, weight8_transposed.T, grad_scale, weight_scale_learned, fast=False).type_as(qkv)
+        x_grad[:, :columns.size(1)] += columns_grad                      # nobody else holds it yet (kernels/linear.py)
+        if seen is not None:
+            x_grad[:, :seen.size(1)] += seen_grad
+        of_product = product(transposed, x8_transposed.T, grad_scale, x_scale, fast=False)       # of s·W
+        values = slice(-grads[2][0].numel(), None)                       # Q and K, which are normed, do not depend on the scale
+        scale_grad = (weight[values] * of_product[values]).sum(dtype=torch.float32)
+        return x_grad, of_product.type_as(weight) * scale.type_as(weight), scale_grad, None, None, None, row_grad, gate_grad, *[None] * 5
+
+
+def fp8_qkv_heads_twin(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
+                       value_gate: Tensor | None, count: int, qk_dim: int, head_dim: int, key_offset: bool,
+                       fp8: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Plain form of `fp8_qkv_heads`, in x's dtype; with `fp8` its products alone are FP8, to compare the kernels with."""
+    if fp8:
+        return FP8Heads.apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, False)
+    qkv, columns = linear_and_columns_reference(x, weight * scale, count)
+    seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
+    return *qkv_heads_twin(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset), columns
+
+
+def fp8_qkv_heads(
+    x: Tensor,  # (n, width) bf16, normed rows
+    weight: Tensor,  # (heads (2 qk_dim + head_dim), width) like x: Q, K, V, each (out, in)
+    scale: Tensor,  # 0-dim float32, learned: multiplies weight
+    cos: Tensor,  # from here on to value_gate as `qkv_heads` takes it
+    sin: Tensor,
+    is_start: Tensor,
+    value_row: Tensor | None,
+    value_gate: Tensor | None,  # (heads, 2 channels): it sees as many of x's first channels and of value_row's
+    count: int,  # how many of x's first columns are returned, at least these
+    qk_dim: int,
+    head_dim: int,
+    key_offset: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k (n, heads, qk_dim), v (n, heads, head_dim) and a copy of x's first columns (n, count), all contiguous, of x's dtype.
+
+    n, width and the length of weight are multiples of 16. Gradients for x, weight, scale, value_row and value_gate.
+    """
+    return FP8Heads.apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, True)
