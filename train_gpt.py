@@ -204,17 +204,17 @@ class Config:
 SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb"))
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # The same on 190 M tokens and 4 GPUs: less than half the batches, for which momentum is shorter, and all of a cut document, or a
-    # second epoch would begin before the end, at 0.1 of loss.
-    "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(98_304, 98_304, 147_456), lr_scale=(0.87, 0.87, 1.08),
-                      steps=1617, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=700, momentum_cooldown=115,
+    # The same on 190 M tokens and 4 GPUs: half the batches, for which momentum is shorter, and all of a cut document, or a second epoch
+    # would begin before the end, at 0.1 of loss.
+    "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
+                      steps=1404, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
                       keep_tails=True, data_path=""),
     # GPT-2 medium's size. It trains; its rates, batches and steps are guesses from the small model's, and no run has been to the end.
     "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
                       adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
-        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, qk_dim=64, bigram_rows=16_384,
+        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, qk_dim=64, bigram_rows=16_384, trigram_rows=65_536,
         steps=150, extra_steps=10, batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), window_block=32,
         windows=((1, 3), (3, 7), (5, 11)), softmax_samples=0, momentum_warmup=100, momentum_cooldown=20,
         val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
@@ -429,7 +429,7 @@ def embed(rows: Tensor, is_start: Tensor, smear_gate: Tensor | None, smear: Tens
 
 
 def ngram_index(tokens: Tensor, is_start: Tensor, length: int, count: int) -> Tensor:
-    """Which of `count` rows belongs to the `length` tokens, 2 or 3, that end with each (n,). None before a sequence: 0, others count from 1."""
+    """Which of `count` rows belongs to the `length` tokens, 2 or 3, that end with each (n,). Before a sequence is 0, tokens count from 1."""
     current = tokens.long()
     before = previous(current + 1, is_start)
     index = before * 1_000_003 ^ current * 998_244_353
@@ -656,7 +656,8 @@ class GPT(nn.Module):
 
         `columns`: of how many tokens a sampled softmax computes the logits.
         """
-        weights = sum(m.numel() for i in step.layers for m in (self.bank[i], *self.mlp_weights(i))) + (columns or len(self.head)) * self.config.width
+        weights = sum(m.numel() for i in step.layers for m in (self.bank[i], *self.mlp_weights(i)))
+        weights += (columns or len(self.head)) * self.config.width
         reach = sum(min(step.windows[self.config.layers[i].long_window] * self.config.window_block, step.sequence_length)
                     for i in step.layers)
         return 6 * weights + 6 * (self.config.heads * self.config.qk_dim + self.config.width) * reach
