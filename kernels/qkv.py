@@ -2,8 +2,8 @@
 
 In long windows the position-free channels of k then come from the token before. One pass each way: forward reads QKV and writes
 q, k, v; backward reads Q, K and the gradients of q, k, v and writes QKV's, as the next product wants it, in one piece. For 49,152
-tokens of 6 heads of 128 channels in bf16 that is 453 and 604 MB, at the bandwidth of one H200 108 and 145 µs (not measured yet:
-README.md); value rows add 75 and 151 MB. Compiled PyTorch takes several passes each way.
+tokens of 6 heads of 128 channels in bf16 that is 453 and 604 MB, at the bandwidth of one H200 108 and 145 µs, and takes 256 (README.md);
+value rows add 75 and 151 MB. Compiled PyTorch takes several passes each way.
 
 A program takes one head of a few tokens, Q, K and V of it. Norms are computed again in the backward pass; what is rotated
 with a channel is read a second time, from cache: so a row keeps one layout, is read in whole lines and needs no shared memory.

@@ -2,7 +2,7 @@
 
 Saturating; NaN stays NaN. Optionally raises `amax` to max |x|, from which the next step's scale can be set. Moves
 2 bytes in and 2 out an element; quantisation and a transposed copy of its result move 3 in and 2 out. One H200,
-49,152 × 3072: 0.156 ms (91% of the copy bandwidth), compiled PyTorch 0.247 ms. In `paired` order not measured yet.
+49,152 × 3072: 0.156 ms (91% of the copy bandwidth), compiled PyTorch 0.247 ms. In `paired` order, 49,152 × 768, 0.040 ms.
 """
 
 import torch
