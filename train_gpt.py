@@ -207,9 +207,9 @@ PRESETS = {
     # The same on 190 M tokens and 4 GPUs: half the batches, for which momentum is shorter, and all of a cut document, or a second epoch
     # would begin before the end, at 0.1 of loss.
     "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
-                      steps=1404, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
+                      steps=1401, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
                       keep_tails=True, data_path=""),
-    # GPT-2 medium's size. It trains; its rates, batches and steps are guesses from the small model's, and no run has been to the end.
+    # GPT-2 medium's size. Its rates, batches and steps are guesses from the small model's; no GPU has trained it yet.
     "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
                       adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
     "cpu": Config(
@@ -622,9 +622,9 @@ class GPT(nn.Module):
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
         streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
         terms = [None] * len(step.layers)                                # what each layer adds of the bigram's row
-        rows = {name: exchange.receive(parts) for name, (exchange, parts) in arriving.items()}
-        if "bigram_table" in rows:
-            terms = run[share_twin](rows["bigram_table"], torch.stack([self.bigram_scalars[i] for i in step.layers]))
+        ngrams = {name: exchange.receive(parts) for name, (exchange, parts) in arriving.items()}       # rows of the hashed tables
+        if "bigram_table" in ngrams:
+            terms = run[share_twin](ngrams["bigram_table"], torch.stack([self.bigram_scalars[i] for i in step.layers]))
         entry = [sum(i < layer for i in step.layers) for layer in range(len(config.layers) + 1)]      # each layer's stream
         for i, term in zip(step.layers, terms):
             layer = config.layers[i]
@@ -635,8 +635,8 @@ class GPT(nn.Module):
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
             q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, value_row, value_gate)
-            if "trigram_table" in rows:
-                values = add_to_first_head(values, rows["trigram_table"], self.trigram_scalars[i])
+            if "trigram_table" in ngrams:
+                values = add_to_first_head(values, ngrams["trigram_table"], self.trigram_scalars[i])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)

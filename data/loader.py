@@ -86,6 +86,7 @@ class Loader:
                 while missing > 0:
                     starts, before = self.text.sequences(shard, step.sequence_length)
                     first = int(np.searchsorted(starts, position))
+                    # In the middle of a sequence: of the one that the last micro-batch cut, or a stage with another length did.
                     if keep and first and position < starts[first - 1] + before[first] - before[first - 1]:
                         first -= 1
                     if first == len(starts):

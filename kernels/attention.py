@@ -7,7 +7,7 @@ ends (empty ones may follow), the length that no sequence exceeds, a window in t
 Forward / backward on one H200, 6 heads of 128, bf16 (torch 2.11, flash-attn-4 4.0.0b36):
     16,384 tokens, window  128:  flash4  82 / 143 µs   varlen  81 /   203 µs
     49,152 tokens, window 1408:  flash4 236 / 600 µs   varlen 457 / 1,065 µs
-Queries and keys narrower than values (qk_dim 64) have not been measured yet.
+Queries and keys narrower than values (qk_dim 64) have trained on one H200 (records/ideas.md), but have not been timed alone yet.
 """
 import os
 from functools import wraps
@@ -23,7 +23,7 @@ def fit_tiles(interface: ModuleType) -> None:
     """Make FlashAttention-4 choose Hopper's tiles by the wider of q's and v's heads; version 4.0.0b36 does it by q's alone.
 
     For heads of 64 with values of 128 those it chooses take 240 KB of shared memory in the backward pass, of which there are 227,
-    and spill registers in both passes; by the wider none does (compiled for sm_90a, not yet run).
+    and spill registers in both passes; by the wider none does (compiled for sm_90a).
     """
     for name in ("_tile_size_fwd_sm90", "_tile_size_bwd_sm90"):
         choose = getattr(interface, name, None)

@@ -114,7 +114,7 @@ class AddToHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rows, scale = ctx.saved_tensors
-        head = grad[:, 0].float()
+        head = grad[:, 0].type_as(scale)
         return grad, (scale * head).type_as(rows), (head * rows).sum()
 
 

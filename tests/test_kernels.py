@@ -38,7 +38,7 @@ from kernels.row_adam import row_adam, row_adam_twin
 from kernels.symmetric import (
     gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference)
 from kernels.transpose import add_transposed, add_transposed_reference, transpose, transpose_reference
-from kernels.value_gate import value_mix, value_mix_backward, value_mix_reference
+from kernels.value_gate import add_to_first_head, value_mix, value_mix_backward, value_mix_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter miscomputes tl.dot on bfloat16; for a GPU its kernels in float32 take minutes to compile.
@@ -435,6 +435,17 @@ def test_a_product_does_not_see_the_order_of_pairs():
     assert not torch.equal(paired(a), a)
     assert paired(torch.arange(32)[None]).tolist()[0] == [16 * g + i + j for g in (0, 1) for i in range(8) for j in (0, 8)]
     torch.testing.assert_close(paired(a) @ paired(b).T, a @ b.T)
+
+
+def test_rows_are_added_to_the_first_head():
+    values, rows, scale = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3, 4), (5, 4), ()))
+
+    def ours(values, rows, scale):
+        return add_to_first_head(1 * values, rows, scale)                # in place: over the product
+
+    plain = torch.cat([values[:, :1] + scale * rows[:, None], values[:, 1:]], 1)
+    torch.testing.assert_close(ours(values, rows, scale), plain)
+    assert torch.autograd.gradcheck(lambda *x: ours(*x) ** 2, (values, rows, scale))
 
 
 def test_mlp_in_fp8():

@@ -112,7 +112,7 @@ def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
         return torch.stack(trainer.model(train_gpt.to_device(batch._replace(targets=targets), DEVICE), trainer.schedule.at(0)))
 
 
-INGREDIENTS = {"trigram_rows": 512}     # off so far
+INGREDIENTS = {"trigram_rows": 512}     # off on GPUs so far
 
 
 @pytest.fixture(params=[{}, INGREDIENTS | {"qk_dim": 16}], ids=["recipe", "every ingredient and narrow queries and keys"])
