@@ -68,7 +68,6 @@ class Layer:
     long_window: bool = False           # the long attention window, and with it the key offset
     value_embedding: bool = False       # a table of its own, one row a token, added to V through a gate
     attends_to: int | None = None       # attention reads that earlier layer's output in place of the running residual
-    from_stage: int = 0                 # of the schedule; before it, the layer is not there
 
 
 SPEEDRUN_LAYERS = (
@@ -365,8 +364,8 @@ class ColumnExchange:
     In two halves, `send` and `receive`, so that the wire is busy while what stands between them computes; backward likewise.
     """
 
-    def __init__(self, world: World):
-        self.world, self.under_way = world, ()
+    def __init__(self, world: World, run: dict[Callable, Callable]):
+        self.world, self.run, self.under_way = world, run, ()
 
     def start(self, parts: Tensor) -> Tensor:
         arriving = torch.empty_like(parts)
@@ -399,14 +398,13 @@ class SendColumns(torch.autograd.Function):
 class ReceiveColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, arriving: Tensor, exchange: ColumnExchange) -> Tensor:
-        ctx.exchange, ranks = exchange, exchange.world.size
+        ctx.exchange = exchange
         exchange.finish()
-        return arriving.view(ranks, len(arriving) // ranks, -1).transpose(0, 1).flatten(1)
+        return exchange.run[whole_rows](arriving, exchange.world.size)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        parts = grad.reshape(len(grad), ctx.exchange.world.size, -1).transpose(0, 1).flatten(0, 1)
-        return ctx.exchange.start(parts), None
+        return ctx.exchange.start(ctx.exchange.run[parts_of_rows](grad, ctx.exchange.world.size)), None
 
 
 # ========== Model ====================================================================================================
@@ -419,6 +417,16 @@ def previous(x: Tensor, is_start: Tensor) -> Tensor:
     return shifted.masked_fill(is_start.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
+def whole_rows(parts: Tensor, ranks: int) -> Tensor:
+    """Rows (n, ranks c) of their parts (ranks n, c), rank by rank."""
+    return parts.view(ranks, len(parts) // ranks, -1).transpose(0, 1).flatten(1)
+
+
+def parts_of_rows(rows: Tensor, ranks: int) -> Tensor:
+    """The reverse."""
+    return rows.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
+
+
 def embed(rows: Tensor, is_start: Tensor, smear_gate: Tensor | None, smear: Tensor) -> Tensor:
     """Normed token embeddings (n, width), each with a gated share of the previous token's."""
     x = norm(rows)
@@ -429,7 +437,7 @@ def embed(rows: Tensor, is_start: Tensor, smear_gate: Tensor | None, smear: Tens
 
 
 def ngram_index(tokens: Tensor, is_start: Tensor, length: int, count: int) -> Tensor:
-    """Which of `count` rows belongs to the `length` tokens, 2 or 3, that end with each (n,). Before a sequence is 0, tokens count from 1."""
+    """Which of `count` rows belongs to the `length` tokens, 2 or 3, that end with each (n,). Before a sequence is 0; tokens count from 1."""
     current = tokens.long()
     before = previous(current + 1, is_start)
     index = before * 1_000_003 ^ current * 998_244_353
@@ -529,8 +537,9 @@ class GPT(nn.Module):
         self.attention_gates = small(len(layers), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, embed, ngram_index, embedding_twin, share_twin, norm_fork_twin, qkv_weight,
-                             attention_gates, qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
+        self.part = compiled(config, device, whole_rows, parts_of_rows, embed, ngram_index, embedding_twin, share_twin, norm_fork_twin,
+                             qkv_weight, attention_gates, qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input,
+                             head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
         self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
 
@@ -544,8 +553,6 @@ class GPT(nn.Module):
                 matrix.uniform_(-bound, bound, generator=generator)
             else:
                 matrix.zero_()
-            if i < layers and self.config.layers[i].from_stage:          # and so does O where the others train before it comes
-                matrix[-self.config.width:].zero_()
         self.head.normal_(std=0.005, generator=generator)
         self.embedding.copy_(self.head)
         for value_table in self.value_tables:
@@ -562,15 +569,14 @@ class GPT(nn.Module):
 
     def hashed(self) -> dict[str, tuple[int, nn.Parameter]]:
         """The tables of which every rank holds some columns, each with the number of tokens that choose a row."""
-        tables = {"bigram_table": (2, self.bigram_table), "trigram_table": (3, self.trigram_table)}
+        tables = {"trigram_table": (3, self.trigram_table), "bigram_table": (2, self.bigram_table)}    # in the order of first use
         return {name: (length, table) for name, (length, table) in tables.items() if table is not None}
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, whole, on every rank; all of them must call."""
         weights = self.state_dict()
         for name, (_, hashed) in self.hashed().items():
-            parts = self.world.of_all_ranks(hashed.detach()).view(self.world.size, *hashed.shape)
-            weights[name] = parts.transpose(0, 1).flatten(1)
+            weights[name] = whole_rows(self.world.of_all_ranks(hashed.detach()), self.world.size)
         return weights
 
     def parameter_count(self) -> int:
@@ -599,8 +605,8 @@ class GPT(nn.Module):
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None) -> tuple[Tensor, Tensor]:
         """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32).
 
-        `reached` is told that a layer comes next (-1: the embedding, the layers' number: the head) and what it reads: behind
-        that tensor's gradient, all gradients of this and the later layers are complete, since autograd runs the latest first.
+        `reached` is told that a layer comes next (-2: the hashed tables, -1: the embedding, the layers' number: the head) and what
+        it reads: behind that tensor's gradient, all gradients of this and later layers are complete: autograd runs the latest first.
         """
         config, run, n = self.config, self.part, len(batch.tokens)
         is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
@@ -613,37 +619,44 @@ class GPT(nn.Module):
 
         sort = sort_rows if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
         by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
+        indices = {name: self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, length, len(hashed)))
+                   for name, (length, hashed) in self.hashed().items()}  # each rank looks its columns up for the tokens of all
+        reached(-2, None)
         arriving = {}
-        for name, (length, hashed) in self.hashed().items():             # each rank looks its columns up for the tokens of all
-            index = self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, length, len(hashed)))
-            exchange = ColumnExchange(self.world)
-            arriving[name] = exchange, exchange.send(run[embedding_twin](hashed, sort(index)))
+        for name, index in indices.items():
+            exchange = ColumnExchange(self.world, run)
+            arriving[name] = exchange, exchange.send(run[embedding_twin](self.hashed()[name][1], sort(index)))
+
+        def received(name: str) -> Tensor:
+            exchange, parts = arriving[name]
+            return exchange.receive(parts)
+
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
         streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
-        terms = [None] * len(step.layers)                                # what each layer adds of the bigram's row
-        ngrams = {name: exchange.receive(parts) for name, (exchange, parts) in arriving.items()}       # rows of the hashed tables
-        if "bigram_table" in ngrams:
-            terms = run[share_twin](ngrams["bigram_table"], torch.stack([self.bigram_scalars[i] for i in step.layers]))
-        entry = [sum(i < layer for i in step.layers) for layer in range(len(config.layers) + 1)]      # each layer's stream
-        for i, term in zip(step.layers, terms):
-            layer = config.layers[i]
+        terms, trigrams = [None] * len(config.layers), None              # what each layer adds of the bigram's row
+        for i, layer in enumerate(config.layers):
             reached(i, streams[-1][-1])                                  # the last addend: the MLP before goes on from its gradient
-            source = entry[layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i]
+            source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
             if source not in normed:
                 normed[source], *streams[source] = run[norm_fork_twin](streams[source])      # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
             q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, value_row, value_gate)
-            if "trigram_table" in ngrams:
-                values = add_to_first_head(values, ngrams["trigram_table"], self.trigram_scalars[i])
+            # Rows of the hashed tables are received where the first layer needs them: till then they travel, and so may their gradients.
+            if i == 0 and "trigram_table" in arriving:
+                trigrams = received("trigram_table")
+            if trigrams is not None:
+                values = add_to_first_head(values, trigrams, self.trigram_scalars[i])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
-            x, normed_x = run[mlp_input_twin]((*streams[-1], update), term, residuals[i])
+            if i == 0 and "bigram_table" in arriving:
+                terms = run[share_twin](received("bigram_table"), self.bigram_scalars)
+            x, normed_x = run[mlp_input_twin]((*streams[-1], update), terms[i], residuals[i])
             fp8 = self.fp8_mlp, config.fp8_weight_grads
             streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel in bfloat16 writes over x
-        x = run[head_input](streams[-1], streams[entry[config.backout_layer + 1]] if config.backout else None, backout)
+        x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None
         if columns := len(batch.columns):                                # sampled softmax: the rows of these tokens alone
@@ -656,10 +669,9 @@ class GPT(nn.Module):
 
         `columns`: of how many tokens a sampled softmax computes the logits.
         """
-        weights = sum(m.numel() for i in step.layers for m in (self.bank[i], *self.mlp_weights(i)))
+        weights = sum(matrix.numel() for matrix in self.bank)
         weights += (columns or len(self.head)) * self.config.width
-        reach = sum(min(step.windows[self.config.layers[i].long_window] * self.config.window_block, step.sequence_length)
-                    for i in step.layers)
+        reach = sum(min(step.windows[layer.long_window] * self.config.window_block, step.sequence_length) for layer in self.config.layers)
         return 6 * weights + 6 * (self.config.heads * self.config.qk_dim + self.config.width) * reach
 
 
@@ -818,10 +830,10 @@ class Optimizer:
 
     The collectives run on a stream of their own, under the computation of other layers. One step, time from left to right:
 
-        computes  embed, layer 0, layer 1 … head | head, layer 7, … layer 1, layer 0, embed | update bigrams, MLPs … last table
-        wire      bigrams, gather 0, 1 … head    | loss, head, sum of 7 … 1,  0, bigrams, scalars, embed … last table
+        computes  look up n-grams, embed, layer 0 … head | head, layer 7, … layer 1, layer 0, embed | update n-grams, MLPs … last table
+        wire      gather embed, 0, n-grams, 1, … head    | loss, head, sum of 7 … 1,  n-grams, 0, scalars, embed … last table
 
-    Bigrams are rows of a table of which every rank holds and updates its own columns (`ColumnExchange`), so nobody sums or gathers it.
+    N-grams are rows of tables of which every rank holds and updates its own columns (`ColumnExchange`), so nobody sums or gathers them.
     Gathered is what the step before this one updated, just before the layer that needs it (`weights_needed`, first micro-batch);
     a layer's gradients are summed as soon as they are complete (`gradients_complete`, last micro-batch). So a rank's weights
     are whole only from `gather` or the end of a forward pass on, until the next update.
@@ -840,7 +852,7 @@ class Optimizer:
         self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on
         self.due: deque[tuple[int, Shard, Round]] = deque()              # sums to start, the last layer's first
         self.sums: dict[str, list[dist.Work | None]] = {}                # under way, by group
-        self.to_gather: tuple[bool, bool] | None = None                  # not started: tied or not, Adam's groups too or not
+        self.to_gather: deque[tuple[int, Shard, Round]] = deque()        # gathers to start, the first layer's first
         self.gathers: deque[tuple[int, dist.Work | None]] = deque()      # under way, in the order of use
 
     def active(self, tied: bool, adam: bool) -> list[Shard]:
@@ -849,33 +861,33 @@ class Optimizer:
                 and (adam or shard.group.algorithm == "normuon")]
 
     def exchanges(self, tied: bool, adam: bool) -> list[tuple[int, Shard, Round]]:
-        """The rounds of these groups, with the layers that first use them: where a group tied to this one is used, if it is."""
+        """The rounds of these groups, in the order of use, with the layers that first use them, or a group tied to theirs."""
         users = {shard.group.tied_to: min(shard.group.layers) for shard in self.shards.values() if tied and shard.group.tied_to}
-        return [(min(round.layer, users.get(shard.group.name, round.layer)), shard, round)
+        used = [(min(round.layer, users.get(shard.group.name, round.layer)), shard, round)
                 for shard in self.active(tied, adam) if not (shard.group.replicated or shard.group.local) for round in shard.rounds]
+        return sorted(used, key=lambda exchange: exchange[0])
 
     @torch.no_grad()
     def begin(self, step: "Step") -> None:
         """Plan what this step gathers, of what the last one updated, and which sums it starts."""
-        self.to_gather = (step.tied, step.adam_updated)
-        self.due = deque(sorted(self.exchanges(step.tied, step.update_adam), key=lambda exchange: -exchange[0]))
-
-    def start_gathers(self, tied: bool, adam: bool) -> None:
-        for layer, shard, round in sorted(self.exchanges(tied, adam), key=lambda exchange: exchange[0]):
-            self.gathers.append((layer, self.world.all_gather(shard.weights[round.whole], shard.weight[round.own])))
+        self.to_gather = deque(self.exchanges(step.tied, step.adam_updated))
+        self.due = deque(reversed(self.exchanges(step.tied, step.update_adam)))
 
     def weights_needed(self, layer: float) -> None:
-        """Wait for the weights that the model uses up to this layer. The first call starts all gathers; what came before does not queue."""
-        if self.to_gather:
-            self.start_gathers(*self.to_gather)
-            self.to_gather = None
+        """Wait for the weights that the model uses up to this layer, and start to gather those of the next two.
+
+        What the model sends between two calls then comes on the wire between their gathers.
+        """
+        while self.to_gather and self.to_gather[0][0] <= layer + 2:
+            first_use, shard, round = self.to_gather.popleft()
+            self.gathers.append((first_use, self.world.all_gather(shard.weights[round.whole], shard.weight[round.own])))
         while self.gathers and self.gathers[0][0] <= layer:
             wait(self.gathers.popleft()[1])
 
     @torch.no_grad()
     def gather(self) -> None:
         """Make this rank's copy of all weights whole."""
-        self.to_gather = self.tied, True
+        self.to_gather = deque(self.exchanges(self.tied, True))
         self.weights_needed(math.inf)
 
     @torch.no_grad()
@@ -921,13 +933,14 @@ class Optimizer:
     def state(self) -> list[Tensor]:
         return [self.healthy, *(x for shard in self.shards.values() for x in shard.state())]
 
-    def snapshot(self) -> tuple[bool, list[Tensor]]:
-        """All that a step changes, weights included."""
-        return self.tied, [x.clone() for x in self.state()]
+    def snapshot(self) -> tuple[bool, list[Tensor | None]]:
+        """All that a step changes, weights included; None for what is all zero, as most of it is before the first step."""
+        return self.tied, [x.clone() if x.any() else None for x in self.state()]
 
-    def restore(self, snapshot: tuple[bool, list[Tensor]]) -> None:
+    def restore(self, snapshot: tuple[bool, list[Tensor | None]]) -> None:
         self.tied = snapshot[0]
-        copy_all(self.state(), snapshot[1])
+        for mine, kept in zip(self.state(), snapshot[1], strict=True):
+            mine.zero_() if kept is None else mine.copy_(kept)
 
 
 # ========== Schedule =================================================================================================
@@ -937,7 +950,6 @@ class Step(NamedTuple):
     index: int
     batch_tokens: int
     sequence_length: int
-    layers: tuple[int, ...]             # that are there
     windows: tuple[int, int]            # short and long, in blocks
     multi_token: tuple[float, ...]      # loss weights of the next 1 ... k tokens
     sampled: bool                       # softmax over a sample of the tokens
@@ -949,8 +961,8 @@ class Step(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        return (self.batch_tokens, self.sequence_length, self.layers, self.windows, len(self.multi_token), self.sampled, self.tied,
-                self.update_adam, self.adam_updated)
+        return (self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.sampled, self.tied, self.update_adam,
+                self.adam_updated)
 
 
 class Schedule:
@@ -975,7 +987,6 @@ class Schedule:
         low, high = c.muon_momentum
         warm = min(index / c.momentum_warmup, (len(self) - 1 - index) / c.momentum_cooldown, 1.0)
         return Step(index, c.batch_tokens[stage], c.sequence_length[stage],
-                    tuple(i for i, layer in enumerate(c.layers) if layer.from_stage <= stage),
                     c.windows[stage] if index < c.steps else c.final_windows, weights,
                     sampled=c.softmax_samples > 0 and index < c.steps, tied=index < c.tied_share * c.steps,
                     update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,

@@ -10,6 +10,7 @@ Two launches. The first cuts the sorted positions into blocks and sums all runs 
 of which positions share a row with the block's gradients. A run that lies in one block is then done. One that crosses blocks
 leaves a sum in each, as the block's head (it came in) or tail (it starts there and goes on), for the second launch to add up.
 """
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -28,11 +29,29 @@ class Sorted(NamedTuple):
     index: Tensor  # (n,) int32 or int64
     rows: Tensor | None = None  # (n,) int32; None where only the twin, which needs no order, or no gradient follows
     positions: Tensor | None = None  # (n,) int64
+    ready: torch.cuda.Event | None = None  # after which they are; None: now
+
+
+@cache
+def beside(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which sorts run."""
+    return torch.cuda.Stream(device)
 
 
 def sort_rows(index: Tensor) -> Sorted:
-    """In int32, so that the sort needs half the radix passes of int64; `add_rows` refuses tables for which that is too short."""
-    return Sorted(index, *torch.sort(index.int(), stable=True))
+    """In int32, so that the sort needs half the radix passes of int64; `add_rows` refuses tables for which that is too short.
+
+    On a GPU the sort, a dozen small kernels, runs beside what follows on the current stream: the backward pass alone needs it. It
+    begins behind all that the current stream was given before, so it may write over what earlier sorts have left there.
+    """
+    if not index.is_cuda:
+        return Sorted(index, *torch.sort(index.int(), stable=True))
+    stream, ready = beside(index.device), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        order = torch.sort(index.int(), stable=True)
+        ready.record()
+    return Sorted(index, *order, ready)
 
 
 def embedding_twin(table: Tensor, order: Sorted) -> Tensor:
@@ -137,16 +156,17 @@ def add_rows(
 class Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, table: Tensor, order: Sorted) -> Tensor:
-        ctx.table = table
-        ctx.save_for_backward(order.rows, order.positions)
+        ctx.table, ctx.order = table, order                              # the index as well: the sort may still be reading it
         return embedding_twin(table, order)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, ...]:
-        table = ctx.table
+        table, (_, rows, positions, ready) = ctx.table, ctx.order
         if table.grad is None:
             table.grad = torch.zeros_like(table)
-        add_rows(table.grad, grad, *ctx.saved_tensors, getattr(table, "marked_rows", None))
+        if ready is not None:
+            ready.wait()
+        add_rows(table.grad, grad, rows, positions, getattr(table, "marked_rows", None))
         return None, None
 
 

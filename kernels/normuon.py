@@ -24,10 +24,15 @@ def neuron_update(weight: Tensor, lost_bits: Tensor | None, update: Tensor, seco
 
     `second` (n, rows, 1) is the running mean square of a neuron's update; dividing by its root keeps the matrix's norm. `lr`
     (n, 1, 1), `decay` (a share of the weight, times lr) and `healthy` are tensors.
+
+    Both norms of a matrix follow from its rows' mean squares: to compute them from the elements would be two more passes, each by
+    as few programs as there are matrices.
     """
     update = update.float()
     if neuron_norm:
-        second.lerp_(update.square().mean(-1, keepdim=True), 1 - beta2)
-        scaled = update * second.clamp(min=1e-10).rsqrt()
-        update = scaled * (update.norm(dim=(-2, -1), keepdim=True) / scaled.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-10))
+        mean = update.square().mean(-1, keepdim=True)
+        second.lerp_(mean, 1 - beta2)
+        scale = second.clamp(min=1e-10).rsqrt()
+        before, after = mean.sum(-2, keepdim=True), (mean * scale.square()).sum(-2, keepdim=True)
+        update = update * (scale * (before / after.clamp(min=1e-20)).sqrt())
     apply_update(weight, lost_bits, update, healthy, lr, decay, cautious)

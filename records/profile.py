@@ -118,6 +118,7 @@ def main() -> int:
     trainer.warm_up()
     options.out.mkdir(parents=True, exist_ok=True)
     columns = profile_steps(trainer, options.out)
+    trainer.graphs.clear()              # or `close` waits for ever: a communicator lives as long as a graph that holds its collectives
     if world.rank == 0:
         print(table(columns) if any(columns.values()) else "no GPU: the traces show what the CPU did")
         print(f"traces in {options.out}, for ui.perfetto.dev")

@@ -28,7 +28,6 @@ def results(config: train_gpt.Config, world: train_gpt.World, steps: int) -> dic
 def main() -> None:
     out, steps, settings = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     config, world = train_gpt.parse_config(settings), train_gpt.World()
-    config = replace(config, layers=(*config.layers[:-1], replace(config.layers[-1], from_stage=1)))
     torch.save({overlap: results(replace(config, overlap=overlap, check_ranks=True), world, steps) for overlap in (True, False)},
                out / f"{world.size}-{world.rank}.pt")
     world.close()

@@ -464,22 +464,6 @@ def test_every_trick_can_be_switched_off(config, off):
     assert all(map(math.isfinite, losses[1])) and losses[0] != losses[1]
 
 
-def test_a_layer_that_comes_later_stays_as_it_is_until_then(config):
-    trainer = train_gpt.Trainer(replace(config, layers=(config.layers[0], replace(config.layers[1], from_stage=1), *config.layers[2:])),
-                                train_gpt.World())
-    model, schedule = trainer.model, trainer.schedule
-    late = [model.bank[1], *model.mlp_weights(1)]
-    before = [x.clone() for x in late]
-    assert not late[0][-config.width:].any() and late[0][:-config.width].any() and not late[2].any()      # O and MLP-out add nothing yet
-    for step in schedule:
-        there = 1 in step.layers
-        assert there == (step.index >= config.steps // 3) and {0, 2, 3} <= set(step.layers)
-        assert there == (model.flops_per_token(step) == model.flops_per_token(step._replace(layers=(0, 1, 2, 3))))
-        if step.index < 4:
-            loss = trainer.step(step, trainer.loader.batches(step.index))
-            assert loss.isfinite() and all(torch.equal(*pair) for pair in zip(before, late)) == (not there)
-
-
 @pytest.mark.parametrize("name", INGREDIENTS)
 def test_an_ingredient_adds_what_it_needs_and_starts_neutral(config, name):
     """Off: no parameter, no buffer. On: those of the recipe start as they do without it, and so does the loss."""
