@@ -39,7 +39,7 @@ from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
 from kernels.fp8_qkv import fp8_qkv_heads
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
-from kernels.linear import linear_and_columns
+from kernels.linear import scaled_linear
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
@@ -113,13 +113,13 @@ class Config:
     backout_layer: int = 4              # part of this layer's output is subtracted before the head
     width: int = 768
     head_dim: int = 128                 # channels of a head's value
-    qk_dim: int = 128                   # and of its query and key
+    qk_dim: int = 64                    # and of its query and key
     rotary_share: float = 0.5           # of each query and key has a position, the rest has none
     rotary_base: float = 1024.0
-    attention_scale: float = 0.1
+    attention_scale: float = 0.15
     gate_channels: int = 12             # of a token's vector that its gates see
     bigram_rows: int = 1_509_120        # rows of the hashed (previous, current) table; 0: no table
-    trigram_rows: int = 0               # of the hashed table of a token and the two before it, as wide as a head; 0: no table
+    trigram_rows: int = 16_777_216      # of the hashed table of a token and the two before it, as wide as a head; 0: no table
     value_embeddings: bool = True
     attention_gates: bool = True
     smear: bool = True                  # each token's embedding adds a gated share of the previous one's
@@ -171,7 +171,7 @@ class Config:
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = True                # with fp8 and fused_mlp: the MLPs' as well as the head's
     fp8_weight_grads: bool = True       # with fp8_mlp: the gradients of the MLPs' weights as well
-    fp8_attention: bool = False         # with fp8 and fused_qkv: the product Q, K, V, both ways; not yet measured
+    fp8_attention: bool = True          # with fp8 and fused_qkv: the product Q, K, V, both ways
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
     fused_mlp: bool = True              # MLP,
@@ -203,17 +203,17 @@ class Config:
 SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb"))
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # The same on 190 M tokens and 4 GPUs: half the batches, for which momentum is shorter, and all of a cut document, or a second epoch
-    # would begin before the end, at 0.1 of loss.
+    # The same on 190 M tokens and 4 GPUs: half the batches, for which momentum is shorter, longer tables, and all of a cut document, or a
+    # second epoch would begin before the end, at 0.1 of loss.
     "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
                       steps=1401, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
-                      keep_tails=True, data_path=""),
+                      bigram_rows=6_291_456, trigram_rows=67_108_864, keep_tails=True, data_path=""),
     # GPT-2 medium's size. Its rates, batches and steps are guesses from the small model's; no GPU has trained it yet.
     "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
                       adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
-        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, qk_dim=64, bigram_rows=16_384, trigram_rows=65_536,
+        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, attention_scale=0.1, bigram_rows=16_384, trigram_rows=65_536,
         steps=102, extra_steps=10, batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), window_block=32,
         windows=((1, 3), (3, 7), (5, 11)), softmax_samples=0, momentum_warmup=70, momentum_cooldown=15,
         val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
@@ -444,14 +444,6 @@ def ngram_index(tokens: Tensor, is_start: Tensor, length: int, count: int) -> Te
     return (index if length == 2 else index ^ previous(before, is_start) * 2_654_435_761) % count
 
 
-def qkv_weight(weight: Tensor, scale: Tensor) -> Tensor:
-    """Q, K, V (2 heads qk_dim + width, width) of `weight`, where Q, K, V and O are stacked, each (out, in), with their learned scale.
-
-    It multiplies the weight, which is 10 to 30 times smaller than the activations.
-    """
-    return weight[:-weight.size(-1)] * scale
-
-
 def attention_gates(columns: Tensor, gate: Tensor | None, value_channels: int | None) -> tuple[Tensor | None, Tensor | None]:
     """The gates of the heads (n, heads, 1) and what the value's gates see (n, value_channels).
 
@@ -461,10 +453,9 @@ def attention_gates(columns: Tensor, gate: Tensor | None, value_channels: int | 
     return None if gate is None else torch.sigmoid(F.linear(columns, gate.type_as(columns)))[..., None], seen
 
 
-def attention_output(y: Tensor, gate: Tensor | None, weight: Tensor, scale: Tensor) -> Tensor:
-    """What attention adds to the residual (n, width): gated heads y (n, heads, head_dim) through O with its learned scale."""
-    y = y if gate is None else y * gate
-    return F.linear(y.flatten(1), weight[-weight.size(-1):] * scale)
+def gated(y: Tensor, gate: Tensor | None) -> Tensor:
+    """What O projects (n, width) of the heads y (n, heads, head_dim)."""
+    return (y if gate is None else y * gate).flatten(1)
 
 
 def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
@@ -538,8 +529,7 @@ class GPT(nn.Module):
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
         self.part = compiled(config, device, whole_rows, parts_of_rows, embed, ngram_index, embedding_twin, share_twin, norm_fork_twin,
-                             qkv_weight, attention_gates, qkv_heads_twin, attention_output, mlp_input_twin, mlp_twin, head_input,
-                             head_loss_twin)
+                             attention_gates, qkv_heads_twin, gated, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
         self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
 
@@ -598,7 +588,7 @@ class GPT(nn.Module):
         if self.fp8_attention:
             *qkv, columns = fp8_qkv_heads(x, weight[:-config.width], scale, *positions, value_row, value_gate, config.gate_channels, *form)
             return *qkv, run[attention_gates](columns, gate, None)[0]
-        qkv, columns = linear_and_columns(x, run[qkv_weight](weight, scale), config.gate_channels)
+        qkv, columns = scaled_linear(x, weight, slice(-config.width), scale, config.gate_channels)
         gate, seen = run[attention_gates](columns, gate, None if value_row is None else config.gate_channels // 2)
         return *run[qkv_heads_twin](qkv, *positions, seen, value_row, value_gate, *form), gate
 
@@ -650,7 +640,7 @@ class GPT(nn.Module):
                 values = add_to_first_head(values, trigrams, self.trigram_scalars[i])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
-            update = run[attention_output](y, gate, self.bank[i], scale_out)
+            update, _ = scaled_linear(run[gated](y, gate), self.bank[i], slice(-config.width, None), scale_out)
             if i == 0 and "bigram_table" in arriving:
                 terms = run[share_twin](received("bigram_table"), self.bigram_scalars)
             x, normed_x = run[mlp_input_twin]((*streams[-1], update), terms[i], residuals[i])

@@ -20,3 +20,10 @@ def check(condition: bool, name: str, tensor: torch.Tensor, wanted: str) -> None
     if not condition:
         raise ValueError(f"{name} must be {wanted}, but has shape {tuple(tensor.shape)}, strides {tensor.stride()}, "
                          f"dtype {tensor.dtype} on {tensor.device}")
+
+
+def gradient(leaf: torch.Tensor) -> torch.Tensor:
+    """The leaf's `.grad`, zeros at first: what a backward pass adds to by itself."""
+    if leaf.grad is None:
+        leaf.grad = torch.zeros_like(leaf)
+    return leaf.grad

@@ -3,11 +3,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import fp8_qkv, fp8_scales, qkv, residual
 from kernels.bench_cases import Case, leaf, random
-from kernels.linear import linear_and_columns
 from kernels.quantize import paired
 
 LAYERS = 8
@@ -65,7 +65,7 @@ def fp8_gradient_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
 def attention_inputs(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
                      value_gate: Tensor | None, count: int, *form) -> tuple[Tensor, ...]:
     """What `fp8_qkv_heads` does, as training does it in bf16."""
-    product, columns = linear_and_columns(x, weight * scale, count)
+    product, columns = F.linear(x, weight * scale), x[:, :count].clone()
     seen = None if value_row is None else columns[:, :value_gate.size(1) // 2].clone()
     return *qkv.qkv_heads(product, cos, sin, is_start, seen, value_row, value_gate, *form), columns
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import check, tl, triton
+from kernels.backend import check, gradient, tl, triton
 
 # (positions a block, columns, blocks that the second launch reads at a time, warps); the first is used: chosen for
 # whole lines of 128 bytes and for about 100 registers a thread on sm_90, so that four programs share a multiprocessor.
@@ -162,11 +162,9 @@ class Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, ...]:
         table, (_, rows, positions, ready) = ctx.table, ctx.order
-        if table.grad is None:
-            table.grad = torch.zeros_like(table)
         if ready is not None:
             ready.wait()
-        add_rows(table.grad, grad, rows, positions, getattr(table, "marked_rows", None))
+        add_rows(gradient(table), grad, rows, positions, getattr(table, "marked_rows", None))
         return None, None
 
 

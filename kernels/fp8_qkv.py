@@ -7,11 +7,11 @@ elements, and the gradient's is a constant, for e5m2 has 30 binades. Transposes 
 Not measured yet (README.md).
 """
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.fp8_linear import product, quantise
 from kernels.fp8_scales import gradient_scales, gradient_scales_twin
-from kernels.linear import linear_and_columns_reference
 from kernels.mlp import to_fp8
 from kernels.quantize import paired
 from kernels.qkv import heads_backward, heads_forward, qkv_heads_twin
@@ -86,7 +86,7 @@ def fp8_qkv_heads_twin(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, si
     """Plain form of `fp8_qkv_heads`, in x's dtype; with `fp8` its products alone are FP8, to compare the kernels with."""
     if fp8:
         return FP8Heads.apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, False)
-    qkv, columns = linear_and_columns_reference(x, weight * scale, count)
+    qkv, columns = F.linear(x, weight * scale), x[:, :count].clone()
     seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
     return *qkv_heads_twin(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset), columns
 

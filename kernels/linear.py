@@ -1,34 +1,96 @@
-"""x Wᵀ and a copy of x's first columns, whose gradient is added into that of x where the product made it.
+"""y = x (s W)ᵀ with a learned s, which multiplies the weight; and a copy of x's first columns, for gates that look at them.
 
-As a view of x the columns would get from autograd a gradient as wide as x, zeros beside them, to which the product adds: for 49,152
-tokens of 768 in bf16 75 MB written, copied and read again, about 70 µs a layer in the profile of a compiled training step on one
-H200. Here they are added in place, a few bytes a token. That is safe because the product of this very backward pass has made what
-they are added to: nobody else holds it yet, whoever else reads x. It rounds once more than the product that adds.
+Two gradients are added where they belong, by the backward pass itself. That of the columns into x's, where the product of this very
+backward pass has made it, so that nobody else holds it yet: as a view of x they would get from autograd a gradient as wide as x, zeros
+beside them, 75 MB for 49,152 tokens of 768 in bf16. And W's, which may be some rows of a longer leaf, into that leaf's `.grad`: one
+kernel makes s P of P, the gradient of s W, adds it and sums W · P, which is s's, where autograd takes ten launches a layer.
 """
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.backend import check, gradient, tl, triton
 
-def linear_and_columns_reference(x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch twin of `linear_and_columns`."""
-    return F.linear(x, weight), x[:, :count].clone()
+BLOCK, WARPS = 4096, 8          # elements a program
 
 
-class LinearAndColumns(torch.autograd.Function):
+def add_scaled_reference(out: Tensor, product: Tensor, weight: Tensor, scale: Tensor, first: int = 0) -> Tensor:
+    """Plain PyTorch twin of `add_scaled`."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    out.copy_(out.to(wide) + scale * product.to(wide))
+    return (weight[first:].to(wide) * product[first:].to(wide)).sum().to(scale.dtype)
+
+
+@triton.jit
+def add_scaled_kernel(out_ptr, product_ptr, weight_ptr, scale_ptr, sums_ptr, size, first, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    product = tl.load(product_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + at, mask=(at < size) & (at >= first), other=0.0).to(tl.float32)
+    out = tl.load(out_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (out + tl.load(scale_ptr) * product).to(out_ptr.dtype.element_ty), mask=at < size)
+    tl.store(sums_ptr + tl.program_id(0), tl.sum(weight * tl.where(at < first, 0.0, product)))
+
+
+@triton.jit
+def scaled_kernel(weight_ptr, scale_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (tl.load(scale_ptr) * weight).to(out_ptr.dtype.element_ty), mask=at < size)
+
+
+def scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    """scale · weight, rounded once, where torch would first round the 0-dim scale to the weight's dtype."""
+    check(weight.is_contiguous(), "weight", weight, "contiguous")
+    out = torch.empty_like(weight)
+    if weight.numel():
+        scaled_kernel[triton.cdiv(weight.numel(), BLOCK),](weight, scale, out, weight.numel(), BLOCK=BLOCK, num_warps=WARPS)
+    return out
+
+
+def add_scaled(
+    out: Tensor,  # (rows, columns), added to in place
+    product: Tensor,  # like out
+    weight: Tensor,  # like out
+    scale: Tensor,  # 0-dim float32
+    first: int = 0,  # row from which on weight and product are multiplied
+) -> Tensor:
+    """out += scale · product, rounded once; returns Σ weight · product from row `first` on (0-dim float32). All contiguous."""
+    for name, tensor in (("out", out), ("product", product), ("weight", weight)):
+        check(tensor.ndim == 2 and tensor.shape == out.shape and tensor.is_contiguous(), name, tensor, f"{tuple(out.shape)}, contiguous")
+    check(scale.numel() == 1 and scale.dtype == torch.float32, "scale", scale, "one float32")
+    blocks = triton.cdiv(out.numel(), BLOCK)
+    sums = torch.empty(blocks, dtype=torch.float32, device=out.device)
+    if blocks:
+        add_scaled_kernel[blocks,](out, product, weight, scale, sums, out.numel(), first * out.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+    return sums.sum()
+
+
+def scaled_linear_reference(x: Tensor, weight: Tensor, rows: slice, scale: Tensor, count: int = 0) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch twin of `scaled_linear`; autograd makes its gradients, the weight's among them."""
+    return F.linear(x, (weight[rows] * scale[None]).type_as(x)), x[:, :count].clone()
+
+
+class ScaledLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, weight)
-        return linear_and_columns_reference(x, weight, count)
+    def forward(ctx, x: Tensor, weight: Tensor, rows: slice, scale: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        ctx.weight, ctx.rows, weight = weight, rows, weight.detach()[rows]
+        by_scale = scaled(weight, scale) if x.is_cuda else (weight * scale[None]).type_as(x)
+        ctx.save_for_backward(x, by_scale, scale)
+        return F.linear(x, by_scale), x[:, :count].clone()
 
     @staticmethod
-    def backward(ctx, grad: Tensor, columns_grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        x_grad = grad @ weight
+    def backward(ctx, grad: Tensor, columns_grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, by_scale, scale = ctx.saved_tensors
+        x_grad = grad @ by_scale
         x_grad[:, :columns_grad.size(1)] += columns_grad
-        return x_grad, grad.T @ x, None
+        add = add_scaled if x.is_cuda else add_scaled_reference
+        scale_grad = add(gradient(ctx.weight)[ctx.rows], grad.T @ x, ctx.weight.detach()[ctx.rows], scale)
+        return x_grad, None, None, scale_grad, None
 
 
-def linear_and_columns(x: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """x weightᵀ (n, out) and x's first `count` columns (n, count), contiguous; x (n, in), weight (out, in), of one dtype."""
-    return LinearAndColumns.apply(x, weight, count)
+def scaled_linear(x: Tensor, weight: Tensor, rows: slice, scale: Tensor, count: int = 0) -> tuple[Tensor, Tensor]:
+    """x (scale · weight[rows])ᵀ (n, out) and x's first `count` columns (n, count), contiguous; x (n, in), weight (…, in) a leaf like x.
+
+    scale: 0-dim float32. The weight's gradient is added to `weight.grad`: it is not among what `torch.autograd.grad` returns.
+    """
+    return ScaledLinear.apply(x, weight, rows, scale, count)

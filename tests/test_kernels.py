@@ -19,7 +19,7 @@ from kernels.fp8_qkv import GRADIENT_SCALE, fp8_qkv_heads, fp8_qkv_heads_twin, h
 from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
 from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_scales, weight_scales_twin
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
-from kernels.linear import linear_and_columns, linear_and_columns_reference
+from kernels.linear import add_scaled, add_scaled_reference, scaled, scaled_linear, scaled_linear_reference
 from kernels.master_weight import master_weight, store_master_weight
 from kernels.mlp import mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
@@ -1075,21 +1075,41 @@ def test_a_residual_scale_of_zero_stays_finite():
 
 
 @pytest.mark.parametrize("count", [0, 3, 8])
-def test_linear_and_columns_is_its_twin(count):
+def test_scaled_linear_is_its_twin(count):
     """In float64: its formulas; and where x has other readers, a result none, or a gradient is expanded or another's."""
-    x, first, second = (random(n, 8).double().requires_grad_() for n in (5, 12, 12))
-    assert torch.autograd.gradcheck(lambda *inputs: linear_and_columns(*inputs, count), (x, first))
-    columns_grad, results = random(5, count).double(), []
+    x, weight = (random(n, 8).double().requires_grad_() for n in (5, 20))
+    scales = [torch.tensor(s, dtype=torch.float64, device=DEVICE, requires_grad=True) for s in (0.5, -2.0)]
+    rows, columns_grad, results = (slice(12), slice(-8, None)), random(5, count).double(), []
     kept = columns_grad.clone()
-    for function in (linear_and_columns_reference, linear_and_columns):
-        stream = 1 * x                                                   # three layers read it, and the residual
-        (qkv, columns), (other, _), (unread, alone) = (function(stream, weight, count) for weight in (first, second, second))
+    for function in (scaled_linear_reference, scaled_linear):
+        weight.grad, stream = torch.ones_like(weight), 1 * x             # three layers read it, and the residual
+        (qkv, columns), (other, _), (unread, alone) = (function(stream, weight, r, s, count) for r, s in zip(rows + rows[1:], scales + scales[1:]))
         outs = stream, qkv, columns, other, alone
         grads = torch.ones_like(stream), qkv.new_ones(()).expand_as(qkv), columns_grad, other.detach().sin(), columns_grad
-        results.append([*outs, *torch.autograd.grad(outs, (x, first, second), grads)])
+        torch.autograd.backward(outs, grads)
+        results.append([*outs, x.grad, weight.grad, *(s.grad for s in scales)])
+        x.grad = weight.grad = scales[0].grad = scales[1].grad = None
         assert grads[0].eq(1).all() and torch.equal(columns_grad, kept)
+    tolerance = dict(atol=1e-5, rtol=1e-5) if DEVICE == "cuda" else {}   # where kernels make some of them, in float32
     for plain, ours in zip(*results):
-        torch.testing.assert_close(ours, plain)
+        torch.testing.assert_close(ours, plain, **tolerance)
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (9, 1), (130, 70), (96, 768)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_scaled_weight_and_its_gradient(shape, dtype):
+    out, product, weight = (random(*shape, dtype=dtype) for _ in range(3))
+    scale, first = torch.tensor(1.7, device=DEVICE), shape[0] // 3
+    exact = out.double() + scale.double() * product.double()
+    assert_as_exact_as_pytorch(scaled(weight, scale), (weight.float() * scale).to(dtype), scale.double() * weight.double())
+    for _ in range(2):
+        ours, twin = out.clone(), out.clone()
+        sums = add_scaled(ours, product, weight, scale, first), add_scaled_reference(twin, product, weight, scale, first)
+        assert_as_exact_as_pytorch(ours, twin, exact)
+        assert abs(sums[0] - sums[1]) <= 1e-5 * (weight * product).float().norm() + 1e-6
+        assert first == 0 or not torch.equal(sums[0], add_scaled(out.clone(), product, weight, scale))
+    with pytest.raises(ValueError, match="product must be"):
+        add_scaled(out, product[:-1], weight, scale)
 
 
 def test_residual_kernels_refuse_what_they_cannot_do():

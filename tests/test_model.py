@@ -11,7 +11,7 @@ import train_gpt
 from kernels import fp8_linear, mlp, residual
 from kernels.attention import ATTENTION, choose_attention, fit_tiles
 from kernels.embedding import embedding, embedding_twin, sort_rows
-from kernels.linear import linear_and_columns, linear_and_columns_reference
+from kernels.linear import scaled_linear, scaled_linear_reference
 from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.quantize import quantize_reference
 from kernels.rotary import rotary_tables, rotate
@@ -149,11 +149,11 @@ def test_documents_do_not_see_each_other(trainer):
 def test_key_offset_takes_the_position_free_half_from_the_token_before():
     torch.manual_seed(0)
     n, heads, qk_dim, head_dim, width = 12, 2, 8, 16, 32
-    x, weight, one = torch.randn(n, width), torch.randn(3 * width, width), torch.ones(())
+    x, weight = torch.randn(n, width), torch.randn(2 * width, width)
     cos, sin, _ = rotary_tables([8], n, qk_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
     is_start = torch.zeros(n, dtype=torch.bool)
     is_start[[0, 7]] = True
-    qkv = F.linear(x, train_gpt.qkv_weight(weight, one))
+    qkv = F.linear(x, weight)
     plain, offset = (qkv_heads_twin(qkv, cos, sin, is_start, None, None, None, qk_dim, head_dim, on)[1] for on in (False, True))
     half = qk_dim // 2
     assert torch.equal(plain[..., :half], offset[..., :half])
@@ -368,13 +368,13 @@ def test_the_qkv_kernels_give_the_model_its_twins_gradients(trainer):
 
 @pytest.mark.parametrize("changes", [{}, {"attention_gates": False}, {"value_embeddings": False},
                                      {"attention_gates": False, "value_embeddings": False}], ids=str)
-def test_gates_by_their_columns_give_the_model_the_plain_gradients(config, changes, monkeypatch):
+def test_scaled_products_and_gates_by_their_columns_give_the_model_the_plain_gradients(config, changes, monkeypatch):
     """In layers with and without value rows, and where several layers read one normed residual."""
     model, results = train_gpt.Trainer(replace(config, **changes), train_gpt.World()).model, []
     awake(model)
     batch = train_gpt.to_device(train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0], DEVICE)
-    for function in (linear_and_columns_reference, linear_and_columns):
-        monkeypatch.setattr(train_gpt, "linear_and_columns", function)
+    for function in (scaled_linear_reference, scaled_linear):
+        monkeypatch.setattr(train_gpt, "scaled_linear", function)
         model.zero_grad()
         loss, _ = model(batch, train_gpt.Schedule(config).at(0))
         loss.backward()
