@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels import (
-    cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, mlp, newton_schulz, qkv, quantize, residual, row_adam, symmetric, transpose)
+    cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, mlp, newton_schulz, qkv, quantize, residual, row_adam, shared_rows, symmetric,
+    transpose)
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -161,7 +162,7 @@ def residuals() -> Iterator[tuple[str, Callable]]:
 
         def both(x=x, rows=rows):
             y = x
-            for term in residual.share(rows, row_scales):
+            for term in shared_rows.share(rows, row_scales):
                 update, y = residual.norm_fork((y, rows))
                 y, seen = residual.mlp_input((y, update), term, scales)
             return torch.autograd.grad((y, seen), (x, rows, scales, row_scales), (x, rows))

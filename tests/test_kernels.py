@@ -31,10 +31,11 @@ from kernels.relu_squared import (
     FP8_BACKWARD_CONFIGS, FP8_CONFIGS, relu_squared, relu_squared_backward, relu_squared_backward_fp8, relu_squared_backward_fp8_reference,
     relu_squared_backward_reference, relu_squared_fp8, relu_squared_fp8_reference, relu_squared_reference)
 from kernels.residual import (
-    CONFIGS, SHARED_CONFIGS, Term, add_up, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward, share,
-    share_twin, shared_rows, shared_rows_reference)
+    CONFIGS, add_up, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward)
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
+from kernels.shared_rows import CONFIGS as SHARED_CONFIGS
+from kernels.shared_rows import Term, share, share_twin, shared_rows, shared_rows_reference
 from kernels.symmetric import (
     gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference)
 from kernels.transpose import add_transposed, add_transposed_reference, transpose, transpose_reference
@@ -1027,13 +1028,24 @@ def test_residual_kernels_in_every_configuration(tuned):
 
 @pytest.mark.parametrize("tuned", SHARED_CONFIGS)
 @pytest.mark.parametrize("count", [1, 3, 11])
-def test_shared_rows(count, tuned):
-    grads, rows, scales = [random(50, 96) for _ in range(count)], random(50, 96), torch.randn(count, device=DEVICE)
+@pytest.mark.parametrize("n, heads, width", [(50, 1, 96), (50, 3, 96), (37, 6, 128), (1, 2, 16)])
+def test_shared_rows(n, heads, width, count, tuned):
+    """Of gradients that are contiguous, and of one head's columns; the other heads' are NaN."""
+    rows, scales = random(n, width), torch.randn(count, device=DEVICE)
+    grads = [torch.full((n, heads, width), float("nan"), dtype=rows.dtype, device=DEVICE)[:, -1].copy_(random(n, width)) for _ in range(count)]
     exact = shared_rows_reference([g.double() for g in grads], rows.double(), scales.double())
     plain, ours = shared_rows_reference(grads, rows, scales), shared_rows(grads, rows, scales, tuned)
     for out, theirs, wanted, slack in zip(ours, plain, exact, (1e-7, 1e-5)):
         assert_as_exact_as_pytorch(out, theirs, wanted, slack)
     assert all(torch.equal(a, b) for a, b in zip(ours, shared_rows(grads, rows, scales, tuned)))
+
+
+def test_shared_rows_write_all_that_they_return(monkeypatch):
+    grads, rows, scales = [random(70, 3, 48)[:, 1] for _ in range(2)], random(70, 48), torch.randn(2, device=DEVICE)
+    wanted, allocate = shared_rows_reference(grads, rows, scales), torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **more: allocate(*args, **more).fill_(float("nan")))
+    assert all(torch.allclose(x, y, rtol=1e-2, atol=1e-2) for x, y in zip(shared_rows(grads, rows, scales), wanted))
+    assert shared_rows([x[:0] for x in grads], rows[:0], scales)[1].eq(0).all()
 
 
 def test_shared_rows_reference_is_the_gradient():
@@ -1100,7 +1112,9 @@ def test_residual_kernels_refuse_what_they_cannot_do():
                        ("rows", lambda: mlp_input((x, x), Term(x.double(), one), two)),
                        ("scale", lambda: mlp_input((x, x), Term(x, two), two)), ("scales", lambda: mlp_input((x, x), None, one)),
                        ("scales", lambda: mlp_input((x, x), None, two.double())), ("scales", lambda: shared_rows([x], x, two)),
-                       (r"grads\[1\]", lambda: shared_rows([x, x[:2]], x, two))):
+                       (r"grads\[1\]", lambda: shared_rows([x, x[:2]], x, two)), ("rows", lambda: shared_rows([x.T], x.T, two[:1])),
+                       (r"grads\[1\]", lambda: shared_rows([random(6, 2, 8)[:, 1], x], x, two)),
+                       (r"grads\[0\]", lambda: shared_rows([x.T.contiguous().T], x, two[:1]))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
     assert mlp_input((x[:0],), None, two)[1].shape == norm_fork((x[:0],))[0].shape == (0, 8)

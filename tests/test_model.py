@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from kernels import fp8_linear, mlp, residual
+from kernels import fp8_linear, mlp, residual, shared_rows
 from kernels.attention import ATTENTION, choose_attention, fit_tiles
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.linear import linear_and_columns, linear_and_columns_reference
@@ -251,10 +251,10 @@ def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
         monkeypatch.setattr(mlp, name, getattr(mlp, f"{name}_reference"))
     torch.manual_seed(0)
     inputs = [torch.randn(n, 16, device=DEVICE) for n in (48, 48, 64, 64)]
-    twins = residual.share_twin, residual.mlp_input_twin
+    twins = shared_rows.share_twin, residual.mlp_input_twin
     compiled = [torch.compile(twin, backend="aot_eager", fullgraph=True) for twin in twins]
     expected = whole(*twins, lambda *tensors: mlp.mlp_twin(*tensors, False))
-    for functions in (compiled, twins, (residual.share, residual.mlp_input)):
+    for functions in (compiled, twins, (shared_rows.share, residual.mlp_input)):
         for found, wanted in zip(whole(*functions, lambda *tensors: mlp.mlp(*tensors, False)), expected):
             torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
