@@ -138,9 +138,10 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
         rms, scales = torch.rand(n, device="cuda") + 0.5, torch.tensor([1.05, 0.95], device="cuda")
         return *(random(n, width) for _ in range(2)), residual.norm(random(n, width)), rms, scales
 
-    def shared_inputs(n: int) -> tuple:
-        rows = random(n, width)
-        return random(LAYERS, n, width) + rows / 2, rows, torch.rand(LAYERS, device="cuda") + 0.5
+    def shared_inputs(n: int, heads: int) -> tuple:
+        rows = random(n, width // heads)
+        grads = random(LAYERS, n, heads, width // heads) + rows[:, None] / 2
+        return grads[:, :, 0], rows, torch.rand(LAYERS, device="cuda") + 0.5
 
     def shared(function: Callable) -> Callable:
         return lambda grads, rows, scales, **tuned: function(grads.unbind(), rows, scales, **tuned)
@@ -161,8 +162,10 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
             plain, beside = fork(residual.norm_fork_twin, count), partial(gradients, inputs=count)
             yield Case(f"norm beside {name}, both ways", shape, lambda n=n, count=count: tuple(random(n, width) for _ in range(2 + count)),
                        fork(residual.norm_fork, count), plain, 0.0, (4 + 2 * count) * one, wrap=beside, exact=beside(plain))
-        yield Case(f"shared row's gradient, {LAYERS} layers", shape, partial(shared_inputs, n), shared(shared_rows.shared_rows),
-                   shared(shared_rows.shared_rows_reference), 0.0, (LAYERS + 2) * one, configs=shared_rows.CONFIGS)
+        for heads, name in ((1, ""), (6, ", one head of six")):
+            yield Case(f"shared row's gradient, {LAYERS} layers{name}", shape, partial(shared_inputs, n, heads),
+                       shared(shared_rows.shared_rows), shared(shared_rows.shared_rows_reference), 0.0, (LAYERS + 2) * one / heads,
+                       configs=shared_rows.CONFIGS)
 
 
 def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterator[Case]:

@@ -23,7 +23,7 @@ class Term(NamedTuple):
     """What one layer adds: scale · rows."""
     rows: Tensor  # (n, width), the same for all layers
     scale: Tensor  # 0-dim float32
-    grads: list[Tensor | None] | None = None  # where each layer's kernel leaves its gradient; None where only twins run
+    grads: list[Tensor | None] | None = None  # where each layer's kernel leaves its gradient; None from `share_twin`
     layer: int = 0  # its place there
 
 
@@ -107,3 +107,23 @@ def share(rows: Tensor, scales: Tensor) -> list[Term]:
     grads: list[Tensor | None] = [None] * len(scales)
     rows = Share.apply(rows, scales, grads)
     return [Term(rows, scale, grads, layer) for layer, scale in enumerate(scales.detach().unbind())]
+
+
+def of_heads(terms: tuple[Term, ...], v: Tensor) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
+    """Rows and scales of terms, None where there are none, of which the i-th is added to the i-th head of v (n, heads, head_dim)."""
+    n, heads, head_dim = v.shape
+    for i, (rows, scale, *_) in enumerate(terms):
+        check(i < heads and rows.shape == (n, head_dim) and rows.is_contiguous() and rows.dtype == v.dtype, f"terms[{i}].rows", rows,
+              f"contiguous ({n}, {head_dim}) {v.dtype}, and one for each of {heads} heads at most")
+        check(scale.numel() == 1 and scale.dtype == torch.float32, f"terms[{i}].scale", scale, "one float32")
+    return tuple(zip(*[term[:2] for term in terms])) or (None, None)
+
+
+def leave_heads(left: Sequence[tuple], v_grad: Tensor) -> Tensor:
+    """`v_grad` (n, heads, head_dim), contiguous, whose i-th head's part is the i-th term's gradient; `left`: terms' `grads`, `layer`."""
+    v_grad = v_grad.contiguous()
+    for head, (grads, layer) in enumerate(left):
+        if grads is None:
+            raise ValueError("terms must be from `share`, or their rows and scales get no gradient, but are from `share_twin`")
+        grads[layer] = v_grad[:, head]
+    return v_grad
