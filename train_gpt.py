@@ -47,8 +47,7 @@ from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.residual import Addends, add_up, mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
-from kernels.shared_rows import share, share_twin
-from kernels.value_gate import add_to_first_head
+from kernels.shared_rows import Term, share, share_twin
 from records.clock import Clock
 from records.machine import device_name, machine_facts
 from records.progress import Diverged, Report, summarise
@@ -583,13 +582,13 @@ class GPT(nn.Module):
         return self.bank[first], self.bank[first + 1]
 
     def heads(self, layer: Layer, x: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, positions: tuple[Tensor, ...],
-              value_row: Tensor | None, value_gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+              value_row: Tensor | None, value_gate: Tensor | None, terms: tuple[Term, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k (n, heads, qk_dim), v (n, heads, head_dim) and the heads' gates (n, heads, 1), from the normed residual x (n, width).
 
-        `positions`: cos, sin (n, r) and where sequences start (n,).
+        `positions`: cos, sin (n, r) and where sequences start (n,). `terms`: rows (n, head_dim) that are added to the first heads' values.
         """
         config, run = self.config, self.part
-        form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window
+        form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window, terms
         if self.fp8_attention:
             *qkv, columns = fp8_qkv_heads(x, weight[:-config.width], scale, *positions, value_row, value_gate, config.gate_channels, *form)
             return *qkv, run[attention_gates](columns, gate, None)[0]
@@ -622,22 +621,23 @@ class GPT(nn.Module):
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
         streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
-        terms = [None] * len(step.layers)                                # what each layer adds of the bigram's row
+        terms, head_terms = [None] * len(step.layers), [()] * len(step.layers)       # what each layer adds of the bigram's, the trigram's row
         ngrams = {name: exchange.receive(parts) for name, (exchange, parts) in arriving.items()}       # rows of the hashed tables
         if "bigram_table" in ngrams:
             terms = run[share_twin](ngrams["bigram_table"], torch.stack([self.bigram_scalars[i] for i in step.layers]))
+        if "trigram_table" in ngrams:
+            shared = share if self.fp8_attention or run[qkv_heads_twin] is qkv_heads else share_twin       # as `heads` takes terms
+            head_terms = [*zip(shared(ngrams["trigram_table"], torch.stack([self.trigram_scalars[i] for i in step.layers])))]
         entry = [sum(i < layer for i in step.layers) for layer in range(len(config.layers) + 1)]      # each layer's stream
-        for i, term in zip(step.layers, terms):
+        for i, term, head_term in zip(step.layers, terms, head_terms):
             layer = config.layers[i]
             reached(i, streams[-1][-1])                                  # the last addend: the MLP before goes on from its gradient
             source = entry[layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i]
             if source not in normed:
                 normed[source], *streams[source] = run[norm_fork_twin](streams[source])      # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
-            value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-            q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, value_row, value_gate)
-            if "trigram_table" in ngrams:
-                values = add_to_first_head(values, ngrams["trigram_table"], self.trigram_scalars[i])
+            value = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
+            q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, *value, head_term)
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             update = run[attention_output](y, gate, self.bank[i], scale_out)
