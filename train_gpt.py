@@ -34,6 +34,7 @@ from data.loader import Batch, Loader, to_device, validation_batches
 from data.shards import ShardError
 from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
+from kernels.backend import gradient
 from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
 from kernels.fp8_linear import has_fp8
@@ -44,10 +45,10 @@ from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.qkv import qkv_heads, qkv_heads_twin
-from kernels.residual import Addends, add_up, mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin, share, share_twin
+from kernels.residual import Addends, add_up, mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
-from kernels.value_gate import add_to_first_head
+from kernels.shared_rows import Term, share, share_twin
 from records.clock import Clock
 from records.machine import device_name, machine_facts
 from records.progress import Diverged, Report, summarise
@@ -532,6 +533,7 @@ class GPT(nn.Module):
                              attention_gates, qkv_heads_twin, gated, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
         self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
+        self.share_with_heads = share if self.part[qkv_heads_twin] is qkv_heads else share_twin
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -578,17 +580,18 @@ class GPT(nn.Module):
         return self.bank[first], self.bank[first + 1]
 
     def heads(self, layer: Layer, x: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, positions: tuple[Tensor, ...],
-              value_row: Tensor | None, value_gate: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+              value_row: Tensor | None, value_gate: Tensor | None, term: Term | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k (n, heads, qk_dim), v (n, heads, head_dim) and the heads' gates (n, heads, 1), from the normed residual x (n, width).
 
-        `positions`: cos, sin (n, r) and where sequences start (n,).
+        `positions`: cos, sin (n, r) and where sequences start (n,). `term`: rows (n, head_dim) added to the first head's values.
         """
         config, run = self.config, self.part
-        form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window
+        form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window, () if term is None else (term,)
+        weight, into = weight[:-config.width], gradient(weight)[:-config.width]
         if self.fp8_attention:
-            *qkv, columns = fp8_qkv_heads(x, weight[:-config.width], scale, *positions, value_row, value_gate, config.gate_channels, *form)
+            *qkv, columns = fp8_qkv_heads(x, weight, scale, *positions, value_row, value_gate, config.gate_channels, *form, into)
             return *qkv, run[attention_gates](columns, gate, None)[0]
-        qkv, columns = scaled_linear(x, weight, slice(-config.width), scale, config.gate_channels)
+        qkv, columns = scaled_linear(x, weight, scale, config.gate_channels, into)
         gate, seen = run[attention_gates](columns, gate, None if value_row is None else config.gate_channels // 2)
         return *run[qkv_heads_twin](qkv, *positions, seen, value_row, value_gate, *form), gate
 
@@ -617,33 +620,33 @@ class GPT(nn.Module):
             exchange = ColumnExchange(self.world, run)
             arriving[name] = exchange, exchange.send(run[embedding_twin](self.hashed()[name][1], sort(index)))
 
-        def received(name: str) -> Tensor:
+        def received(name: str, scales: Tensor | None, share: Callable) -> list[Term | None]:
+            """What each layer adds of a table's rows, which travel until the first layer needs them; so may their gradients."""
+            if name not in arriving:
+                return [None] * len(config.layers)
             exchange, parts = arriving[name]
-            return exchange.receive(parts)
+            return share(exchange.receive(parts), scales)
 
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
         streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
-        terms, trigrams = [None] * len(config.layers), None              # what each layer adds of the bigram's row
         for i, layer in enumerate(config.layers):
             reached(i, streams[-1][-1])                                  # the last addend: the MLP before goes on from its gradient
             source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
             if source not in normed:
                 normed[source], *streams[source] = run[norm_fork_twin](streams[source])      # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
-            value_row, value_gate = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-            q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, value_row, value_gate)
-            # Rows of the hashed tables are received where the first layer needs them: till then they travel, and so may their gradients.
-            if i == 0 and "trigram_table" in arriving:
-                trigrams = received("trigram_table")
-            if trigrams is not None:
-                values = add_to_first_head(values, trigrams, self.trigram_scalars[i])
+            if i == 0:
+                trigrams = received("trigram_table", self.trigram_scalars, self.share_with_heads)
+            value = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
+            q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, *value, trigrams[i])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
-            update, _ = scaled_linear(run[gated](y, gate), self.bank[i], slice(-config.width, None), scale_out)
-            if i == 0 and "bigram_table" in arriving:
-                terms = run[share_twin](received("bigram_table"), self.bigram_scalars)
-            x, normed_x = run[mlp_input_twin]((*streams[-1], update), terms[i], residuals[i])
+            out = self.bank[i][-config.width:], scale_out, 0, gradient(self.bank[i])[-config.width:]
+            update, _ = scaled_linear(run[gated](y, gate), *out)
+            if i == 0:
+                bigrams = received("bigram_table", self.bigram_scalars, run[share_twin])
+            x, normed_x = run[mlp_input_twin]((*streams[-1], update), bigrams[i], residuals[i])
             fp8 = self.fp8_mlp, config.fp8_weight_grads
             streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel in bfloat16 writes over x
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)

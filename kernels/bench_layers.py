@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import fp8_qkv, fp8_scales, qkv, residual
+from kernels import fp8_qkv, fp8_scales, qkv, residual, shared_rows
 from kernels.bench_cases import Case, leaf, random
 from kernels.quantize import paired
 
@@ -98,7 +98,7 @@ def attention_inputs_cases(width: int = 768, heads: int = 6, head_dim: int = 128
                    baseline=attention_inputs, wrap=wrap, exact=wrap(twin), compile=False)
 
 
-def into_the_mlp(enter: Callable, share: Callable = residual.share_twin) -> Callable:
+def into_the_mlp(enter: Callable, share: Callable = shared_rows.share_twin) -> Callable:
     def run(x: Tensor, update: Tensor, rows: Tensor, row_scales: Tensor, scales: Tensor, *_, **tuned) -> tuple[Tensor, Tensor]:
         return enter((x, update), share(rows, row_scales)[0], scales, **tuned)[:2]
     return run
@@ -128,7 +128,7 @@ def gradients(function: Callable, inputs: int) -> Callable:
 
 
 def residual_cases(width: int = 768) -> Iterator[Case]:
-    kernel, twin = into_the_mlp(residual.mlp_input, residual.share), into_the_mlp(residual.mlp_input_twin, residual.share_twin)
+    kernel, twin = into_the_mlp(residual.mlp_input, shared_rows.share), into_the_mlp(residual.mlp_input_twin, shared_rows.share_twin)
 
     def inputs(n: int) -> tuple:
         scales = torch.tensor([0.05], device="cuda"), torch.tensor([1.05, 0.95], device="cuda")
@@ -138,9 +138,10 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
         rms, scales = torch.rand(n, device="cuda") + 0.5, torch.tensor([1.05, 0.95], device="cuda")
         return *(random(n, width) for _ in range(2)), residual.norm(random(n, width)), rms, scales
 
-    def shared_inputs(n: int) -> tuple:
-        rows = random(n, width)
-        return random(LAYERS, n, width) + rows / 2, rows, torch.rand(LAYERS, device="cuda") + 0.5
+    def shared_inputs(n: int, heads: int) -> tuple:
+        rows = random(n, width // heads)
+        grads = random(LAYERS, n, heads, width // heads) + rows[:, None] / 2
+        return grads[:, :, 0], rows, torch.rand(LAYERS, device="cuda") + 0.5
 
     def shared(function: Callable) -> Callable:
         return lambda grads, rows, scales, **tuned: function(grads.unbind(), rows, scales, **tuned)
@@ -161,8 +162,10 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
             plain, beside = fork(residual.norm_fork_twin, count), partial(gradients, inputs=count)
             yield Case(f"norm beside {name}, both ways", shape, lambda n=n, count=count: tuple(random(n, width) for _ in range(2 + count)),
                        fork(residual.norm_fork, count), plain, 0.0, (4 + 2 * count) * one, wrap=beside, exact=beside(plain))
-        yield Case(f"shared row's gradient, {LAYERS} layers", shape, partial(shared_inputs, n), shared(residual.shared_rows),
-                   shared(residual.shared_rows_reference), 0.0, (LAYERS + 2) * one, configs=residual.SHARED_CONFIGS)
+        for heads, name in ((1, ""), (6, ", one head of six")):
+            yield Case(f"shared row's gradient, {LAYERS} layers{name}", shape, partial(shared_inputs, n, heads),
+                       shared(shared_rows.shared_rows), shared(shared_rows.shared_rows_reference), 0.0, (LAYERS + 2) * one / heads,
+                       configs=shared_rows.CONFIGS)
 
 
 def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterator[Case]:

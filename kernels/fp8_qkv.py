@@ -4,7 +4,7 @@ One function because the gradient of QKV is FP8, which autograd passes on for no
 as float8_e5m2 with its transpose, as the products for X's and W's gradients want it, and no pass reads it to quantise it. Of X only
 the transpose in FP8 is kept, half of its bytes. The scales need no state: X's rows are normed, W's largest row norm bounds its
 elements, and the gradient's is a constant, for e5m2 has 30 binades. Transposes are `paired`: a sum over tokens takes any order.
-Not measured yet (README.md).
+Rows that all layers add to a head's values are added as in `kernels.qkv`; v's gradient is theirs in bfloat16.
 """
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from kernels.fp8_linear import product, quantise
 from kernels.fp8_scales import gradient_scales, gradient_scales_twin
+from kernels.linear import add_scaled, add_scaled_reference
 from kernels.mlp import to_fp8
 from kernels.quantize import paired
 from kernels.qkv import heads_backward, heads_forward, qkv_heads_twin
+from kernels.shared_rows import Term, leave_heads
 from kernels.value_gate import value_mix, value_mix_backward
 
 # Of QKV's gradient, for a loss summed over tokens: what is past 2^9.8 saturates, below 2^-20 it loses precision. In 120 steps of preset
@@ -37,7 +39,8 @@ def heads_backward_twin(grads: tuple[Tensor, ...], qkv: Tensor, tables: tuple[Te
 class FP8Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
-                value_gate: Tensor | None, count: int, qk_dim: int, head_dim: int, key_offset: bool, fused: bool) -> tuple[Tensor, ...]:
+                value_gate: Tensor | None, count: int, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...],
+                into: Tensor | None, fused: bool, *_: Tensor) -> tuple[Tensor, ...]:
         x_scale = torch.full((), x.size(1) ** 0.5 / torch.finfo(torch.float8_e4m3fn).max, device=x.device)
         # Of any matrix's rows: its scale, and that times the learned one, with which the product alone is scaled.
         weight_scale, weight_scale_learned, _ = (gradient_scales if fused else gradient_scales_twin)(weight, scale, scale)
@@ -49,11 +52,11 @@ class FP8Heads(torch.autograd.Function):
         mix = value_mix(seen, value_row, value_gate) if fused and seen is not None else None
         ctx.save_for_backward(qkv, *tables, value_row, value_gate, mix, columns, x8_transposed, weight, weight8_transposed, scale,
                               x_scale, weight_scale_learned)
-        ctx.form, ctx.fused = form, fused
+        ctx.form, ctx.fused, ctx.into, ctx.left = form, fused, into, [term[2:] for term in terms]
         if fused:
-            heads = heads_forward(qkv, *tables, value_row, mix, *form)
+            heads = heads_forward(qkv, *tables, value_row, mix, *form, terms)
         else:
-            heads = qkv_heads_twin(qkv, *tables, seen, value_row, value_gate, *form)
+            heads = qkv_heads_twin(qkv, *tables, seen, value_row, value_gate, *form, terms)
         return *heads, columns
 
     @staticmethod
@@ -61,6 +64,7 @@ class FP8Heads(torch.autograd.Function):
         (qkv, *tables, value_row, value_gate, mix, columns, x8_transposed, weight, weight8_transposed, scale, x_scale,
          weight_scale_learned) = ctx.saved_tensors
         *grads, columns_grad = grads
+        grads[2] = leave_heads(ctx.left, grads[2])
         grad_scale, seen_grad, gate_grad = torch.full_like(x_scale, GRADIENT_SCALE), None, None
         seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
         if ctx.fused:
@@ -75,20 +79,24 @@ class FP8Heads(torch.autograd.Function):
         if seen is not None:
             x_grad[:, :seen.size(1)] += seen_grad
         of_product = product(transposed, x8_transposed.T, grad_scale, x_scale, fast=False)       # of s·W
-        values = slice(-grads[2][0].numel(), None)                       # Q and K, which are normed, do not depend on the scale
-        scale_grad = (weight[values] * of_product[values]).sum(dtype=torch.float32)
-        return x_grad, of_product.type_as(weight) * scale.type_as(weight), scale_grad, None, None, None, row_grad, gate_grad, *[None] * 5
+        weight_grad = torch.zeros_like(weight) if ctx.into is None else ctx.into
+        values = len(weight) - grads[2][0].numel()                       # from here on; Q and K, which are normed, do not depend on the scale
+        scale_grad = (add_scaled if ctx.fused else add_scaled_reference)(weight_grad, of_product, weight, scale, values)
+        weight_grad = weight_grad if ctx.into is None else None
+        return x_grad, weight_grad, scale_grad, None, None, None, row_grad, gate_grad, *[None] * (7 + len(ctx.left))
 
 
 def fp8_qkv_heads_twin(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
-                       value_gate: Tensor | None, count: int, qk_dim: int, head_dim: int, key_offset: bool,
+                       value_gate: Tensor | None, count: int, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...] = (),
                        fp8: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Plain form of `fp8_qkv_heads`, in x's dtype; with `fp8` its products alone are FP8, to compare the kernels with."""
+    """Plain form of `fp8_qkv_heads`, in x's dtype, with terms from `share_twin`; with `fp8` its products alone are FP8, to compare the
+    kernels with, and terms from `share`."""
     if fp8:
-        return FP8Heads.apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, False)
+        return FP8Heads.apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, terms,
+                              None, False, *[term.rows for term in terms])
     qkv, columns = F.linear(x, weight * scale), x[:, :count].clone()
     seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
-    return *qkv_heads_twin(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset), columns
+    return *qkv_heads_twin(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, terms), columns
 
 
 def fp8_qkv_heads(
@@ -104,9 +112,12 @@ def fp8_qkv_heads(
     qk_dim: int,
     head_dim: int,
     key_offset: bool,
+    terms: tuple[Term, ...] = (),  # as `qkv_heads` takes them
+    into: Tensor | None = None,  # like weight: its gradient is added here, in place of being returned
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k (n, heads, qk_dim), v (n, heads, head_dim) and a copy of x's first columns (n, count), all contiguous, of x's dtype.
 
-    n, width and the length of weight are multiples of 16. Gradients for x, weight, scale, value_row and value_gate.
+    n, width and the length of weight are multiples of 16. Gradients for x, weight, scale, value_row, value_gate and through terms.
     """
-    return FP8Heads.apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, True)
+    return FP8Heads.apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, terms, into,
+                          True, *[term.rows for term in terms])

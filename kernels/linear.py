@@ -2,14 +2,14 @@
 
 Two gradients are added where they belong, by the backward pass itself. That of the columns into x's, where the product of this very
 backward pass has made it, so that nobody else holds it yet: as a view of x they would get from autograd a gradient as wide as x, zeros
-beside them, 75 MB for 49,152 tokens of 768 in bf16. And W's, which may be some rows of a longer leaf, into that leaf's `.grad`: one
-kernel makes s P of P, the gradient of s W, adds it and sums W · P, which is s's, where autograd takes ten launches a layer.
+beside them, 75 MB for 49,152 tokens of 768 in bf16. And W's into the rows of a `.grad` that the caller names: one kernel makes s P of
+P, the gradient of s W, adds it and sums W · P, which is s's, where autograd takes ten launches a layer for rows of a longer leaf.
 """
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import check, gradient, tl, triton
+from kernels.backend import check, tl, triton
 
 BLOCK, WARPS = 4096, 8          # elements a program
 
@@ -65,32 +65,35 @@ def add_scaled(
     return sums.sum()
 
 
-def scaled_linear_reference(x: Tensor, weight: Tensor, rows: slice, scale: Tensor, count: int = 0) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch twin of `scaled_linear`; autograd makes its gradients, the weight's among them."""
-    return F.linear(x, (weight[rows] * scale[None]).type_as(x)), x[:, :count].clone()
+def scaled_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, count: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch twin of `scaled_linear`; autograd makes its gradients, so that `into` is left as it is."""
+    return F.linear(x, (weight * scale[None]).type_as(x)), x[:, :count].clone()
 
 
 class ScaledLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, rows: slice, scale: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        ctx.weight, ctx.rows, weight = weight, rows, weight.detach()[rows]
+    def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, count: int, into: Tensor | None) -> tuple[Tensor, Tensor]:
         by_scale = scaled(weight, scale) if x.is_cuda else (weight * scale[None]).type_as(x)
-        ctx.save_for_backward(x, by_scale, scale)
+        ctx.into = into
+        ctx.save_for_backward(x, weight, by_scale, scale)
         return F.linear(x, by_scale), x[:, :count].clone()
 
     @staticmethod
     def backward(ctx, grad: Tensor, columns_grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, by_scale, scale = ctx.saved_tensors
+        x, weight, by_scale, scale = ctx.saved_tensors
         x_grad = grad @ by_scale
         x_grad[:, :columns_grad.size(1)] += columns_grad
-        add = add_scaled if x.is_cuda else add_scaled_reference
-        scale_grad = add(gradient(ctx.weight)[ctx.rows], grad.T @ x, ctx.weight.detach()[ctx.rows], scale)
-        return x_grad, None, None, scale_grad, None
+        weight_grad = torch.zeros_like(weight) if ctx.into is None else ctx.into
+        scale_grad = (add_scaled if x.is_cuda else add_scaled_reference)(weight_grad, grad.T @ x, weight, scale)
+        return x_grad, weight_grad if ctx.into is None else None, scale_grad, None, None
 
 
-def scaled_linear(x: Tensor, weight: Tensor, rows: slice, scale: Tensor, count: int = 0) -> tuple[Tensor, Tensor]:
-    """x (scale · weight[rows])ᵀ (n, out) and x's first `count` columns (n, count), contiguous; x (n, in), weight (…, in) a leaf like x.
-
-    scale: 0-dim float32. The weight's gradient is added to `weight.grad`: it is not among what `torch.autograd.grad` returns.
-    """
-    return ScaledLinear.apply(x, weight, rows, scale, count)
+def scaled_linear(
+    x: Tensor,  # (n, in)
+    weight: Tensor,  # (out, in) like x
+    scale: Tensor,  # 0-dim float32
+    count: int = 0,  # how many of x's first columns are returned
+    into: Tensor | None = None,  # like weight: its gradient is added here, in place of being returned
+) -> tuple[Tensor, Tensor]:
+    """x (scale · weight)ᵀ (n, out) and a copy of x's first columns (n, count), contiguous."""
+    return ScaledLinear.apply(x, weight, scale, count, into)

@@ -4,43 +4,26 @@ Between attention and MLP a layer adds to the residual what attention gave and a
 own. As a scales all of them, the addends have the same gradient, written once. Backward reads y from its normed self, which the
 MLP keeps anyway, and one number a token: 3 tensors in, 1 out, where residual, attention's part and row would make 5 in.
 
-The shared row's gradient is Σ b_i grad_i over the layers, and that of b_i is Σ row · grad_i, where grad_i is what layer i returned
-for its addends. Layers therefore only leave grad_i behind (`Term`), and when the last has run, one kernel reads row and all of them: 13
-tensors cross memory for 11 layers, where adding layer by layer moves 32 and rounds each sum. (8 layers: 10 and 23.)
+The rows' and each b's gradients are `kernels.shared_rows`'s; here a layer only leaves its addends' gradient behind for it.
 
 `norm_fork` is the same two kernels for norm(y) beside y = Σ addends: the gradients of both meet in the kernel. What an FP8 MLP gives
 is an addend too, not summed in a pass of its own. No atomics: all sums have one order, repeated runs are bit-equal. Times: README.md.
 """
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import check, tl, triton
+from kernels.shared_rows import Term
 
 # (tokens a tile, warps, programs a multiprocessor) of both kernels; the first is used.
 CONFIGS = [(1, 4, 8), (1, 2, 16), (2, 4, 8), (4, 8, 4), (1, 4, 12), (2, 8, 6)]
-SHARED_CONFIGS = [(2048, 4), (4096, 8), (4096, 4), (8192, 8)]            # (elements a tile, warps) of the shared row's kernel
 EPS = torch.finfo(torch.float32).eps                                     # of F.rms_norm, which computes in float32
 Addends = tuple[Tensor, ...]                                             # (n, width) each, one or more
 
 
-class Term(NamedTuple):
-    """What one layer adds to its residual: scale · rows."""
-    rows: Tensor  # (n, width), the same for all layers
-    scale: Tensor  # 0-dim float32
-    grads: list[Tensor | None] | None = None  # where each layer's kernel leaves its gradient; None where only the twin runs
-    layer: int = 0  # its place there
-
-
 def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
-
-
-def share_twin(rows: Tensor, scales: Tensor) -> list[Term]:
-    """Plain PyTorch twin of `share`."""
-    return [Term(rows, scale) for scale in scales.unbind()]
 
 
 def add_up(addends: Addends) -> Tensor:
@@ -57,13 +40,6 @@ def mlp_input_twin(addends: Addends, term: Term | None, scales: Tensor) -> tuple
 def norm_fork_twin(addends: Addends) -> tuple[Tensor, Tensor]:
     """Plain PyTorch twin of `norm_fork`."""
     return norm(x := add_up(addends)), x
-
-
-def shared_rows_reference(grads: list[Tensor], rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch twin of `shared_rows`."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    total = sum(scale * grad.to(wide) for scale, grad in zip(scales, grads)).to(rows.dtype)
-    return total, torch.stack([(rows.to(wide) * grad).sum() for grad in grads]).to(scales.dtype)
 
 
 @triton.jit
@@ -114,18 +90,6 @@ def residual_backward_kernel(out_grad_ptr, norm_grad_ptr, norm_ptr, rms_ptr, sca
         tl.store(sums_ptr + 2 * tl.program_id(0) + 1, tl.sum(sums_c))
 
 
-@triton.jit
-def shared_rows_kernel(grads, rows_ptr, scales_ptr, out_ptr, sums_ptr, size, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    rows = tl.load(rows_ptr + at, mask=at < size, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.static_range(len(grads)):
-        grad = tl.load(grads[i] + at, mask=at < size, other=0.0).to(tl.float32)
-        total += tl.load(scales_ptr + i) * grad
-        tl.store(sums_ptr + tl.program_id(0) * len(grads) + i, tl.sum(rows * grad))
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
-
-
 def _check(x: Tensor, scales: Tensor | None, **others: Tensor | None) -> None:
     check(x.ndim == 2 and x.is_contiguous() and x.shape[1] <= 8192 and x.dtype in (torch.bfloat16, torch.float16, torch.float32),
           "x", x, "contiguous, (n, width <= 8192) in bf16, fp16 or float32")
@@ -164,46 +128,6 @@ def residual_backward(out_grad: Tensor, norm_grad: Tensor, normed: Tensor, rms: 
         residual_backward_kernel[programs,](out_grad, norm_grad, normed, rms, scales, grad, sums, n, width, ROWS=tile,
                                             COLUMNS=triton.next_power_of_2(width), PROGRAMS=programs, num_warps=warps)
     return grad, None if sums is None else sums.sum(0)
-
-
-def shared_rows(grads: list[Tensor], rows: Tensor, scales: Tensor, tuned: tuple[int, int] | None = None) -> tuple[Tensor, Tensor]:
-    """Σ scales[i] grads[i], like rows (n, width), rounded once, and the dot products of rows with each of grads, (k,) float32."""
-    _check(rows, None, **{f"grads[{i}]": grad for i, grad in enumerate(grads)})
-    check(scales.shape == (len(grads),) and scales.dtype == torch.float32 and scales.is_contiguous(), "scales", scales,
-          f"({len(grads)},) float32")
-    block, warps = tuned or SHARED_CONFIGS[0]
-    tiles = triton.cdiv(rows.numel(), block)
-    out, sums = torch.empty_like(rows), scales.new_empty(tiles, len(grads))
-    if tiles:
-        shared_rows_kernel[tiles,](tuple(grads), rows, scales, out, sums, rows.numel(), BLOCK=block, num_warps=warps)
-    return out, sums.sum(0)
-
-
-class Share(torch.autograd.Function):
-    """Identity; its backward runs when all layers have delivered for `rows`, though what they deliver is None."""
-    @staticmethod
-    def forward(ctx, rows: Tensor, scales: Tensor, grads: list[Tensor | None]) -> Tensor:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(rows, scales)
-        ctx.grads = grads
-        return rows
-
-    @staticmethod
-    def backward(ctx, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        rows, scales = ctx.saved_tensors
-        total, sums = shared_rows([torch.zeros_like(rows) if g is None else g for g in ctx.grads], rows, scales)
-        ctx.grads[:] = [None] * len(ctx.grads)
-        return total if grad is None else total + grad, sums, None
-
-
-def share(rows: Tensor, scales: Tensor) -> list[Term]:
-    """For each of the layers, whose `scales` (layers,) float32 are, what it passes to `mlp_input`; rows (n, width).
-
-    The gradients of both come from here alone: other uses of a `Term` than by `mlp_input` give `scales` none.
-    """
-    grads: list[Tensor | None] = [None] * len(scales)
-    rows = Share.apply(rows, scales, grads)
-    return [Term(rows, scale, grads, layer) for layer, scale in enumerate(scales.detach().unbind())]
 
 
 class MLPInput(torch.autograd.Function):

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.backend import tl, triton
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x (n, heads, head_dim) with its first 2r channels rotated in pairs (i, i + r); cos, sin (n, r) float32."""
@@ -17,6 +19,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b, rest = x[..., :r].to(wide), x[..., r:2 * r].to(wide), x[..., 2 * r:]
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([(a * cos - b * sin).type_as(x), (a * sin + b * cos).type_as(x), rest], dim=-1)
+
+
+@triton.jit
+def angles(cos_ptr, sin_ptr, token, channel, inside, R: tl.constexpr):
+    """(tokens, qk_dim) factors of each channel and of its partner: cos and ∓sin, and 1 and 0 on channels without a position."""
+    at, rotated = token[:, None] * R + channel % R, inside & (channel < 2 * R)
+    sin = tl.load(sin_ptr + at, mask=rotated, other=0.0)
+    return tl.load(cos_ptr + at, mask=rotated, other=1.0), tl.where(channel < R, -sin, sin)
+
+
+@triton.jit
+def load_rotated(rows, cos, sin, channel, inside, R: tl.constexpr):
+    """x (tokens, qk_dim) and x rotated, float32; `rows` point to their first channels."""
+    x = tl.load(rows + channel, mask=inside, other=0.0).to(tl.float32)
+    partner = tl.load(rows + (channel + R) % (2 * R), mask=inside & (channel < 2 * R), other=0.0).to(tl.float32)
+    return x, x * cos + partner * sin
 
 
 def yarn(frequency: np.ndarray, old: int, new: int, alpha: float = 1.0, beta: float = 32.0) -> tuple[np.ndarray, float]:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels import (
-    cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, mlp, newton_schulz, qkv, quantize, residual, row_adam, symmetric, transpose)
+    cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, mlp, newton_schulz, qkv, quantize, residual, row_adam, shared_rows, symmetric,
+    transpose)
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -127,30 +128,34 @@ def hidden() -> Iterator[tuple[str, Callable]]:
 
 
 def heads() -> Iterator[tuple[str, Callable]]:
+    b = torch.tensor([0.5], device=DEVICE).requires_grad_()
     for n, count, qk_dim, head_dim in ((1, 1, 16, 16), (37, 6, 128, 128), (21, 4, 64, 32), (37, 6, 64, 128)):
         cos, sin = (torch.rand(n, qk_dim // 4, device=DEVICE) for _ in range(2))
         widths = count * (2 * qk_dim + head_dim), 6, count * head_dim
         x, seen, row = (random(n, width).requires_grad_() for width in widths)
-        gate = torch.randn(count, 12, device=DEVICE).requires_grad_()
+        gate, shared = torch.randn(count, 12, device=DEVICE).requires_grad_(), (random(n, head_dim).requires_grad_(), b)
         is_start = torch.arange(n, device=DEVICE) % 5 == 0
-        for name, value in (("", (None, None, None)), (", value rows", (seen, row, gate))):
-            def both(tensors=(x, cos, sin, is_start, *value), dims=(qk_dim, head_dim)):
-                loss = sum(out.float().square().sum() for out in qkv.qkv_heads(*tensors, *dims, True))
-                return torch.autograd.grad(loss, [x for x in tensors if x is not None and x.requires_grad])
+        for name, value in (("", (None, None, None)), (", value rows and a shared row", (seen, row, gate))):
+            def both(tensors=(x, cos, sin, is_start, *value), dims=(qk_dim, head_dim), shared=shared if name else ()):
+                terms = tuple(shared_rows.share(*shared)) if shared else ()
+                loss = sum(out.float().square().sum() for out in qkv.qkv_heads(*tensors, *dims, True, terms))
+                return torch.autograd.grad(loss, [x for x in (*tensors, *shared) if x is not None and x.requires_grad])
             yield f"qkv_heads {n} × {count} × (2 × {qk_dim} + {head_dim}){name}", both
 
 
 def fp8_heads() -> Iterator[tuple[str, Callable]]:
-    scale, count = torch.tensor(0.5, device=DEVICE).requires_grad_(), 12
+    scale, b, count = torch.tensor(0.5, device=DEVICE).requires_grad_(), torch.tensor([0.5], device=DEVICE).requires_grad_(), 12
     for n, heads, qk_dim, head_dim in ((16, 1, 16, 16), (48, 6, 128, 128), (304, 6, 64, 128)):
         cos, sin = (torch.rand(n, qk_dim // 4, device=DEVICE) for _ in range(2))
         x = torch.nn.functional.rms_norm(random(n, heads * head_dim), (heads * head_dim,)).requires_grad_()
         weight, row = (random(m, heads * head_dim).requires_grad_() for m in (heads * (2 * qk_dim + head_dim), n))
         gate, is_start = torch.randn(heads, 12, device=DEVICE).requires_grad_(), torch.arange(n, device=DEVICE) % 5 == 0
-        for name, value in (("", (None, None)), (", value rows", (row, gate))):
-            def both(tensors=(x, weight, scale, cos, sin, is_start, *value), dims=(qk_dim, head_dim)):
-                loss = sum(out.float().square().sum() for out in fp8_qkv.fp8_qkv_heads(*tensors, count, *dims, True))
-                return torch.autograd.grad(loss, [x for x in tensors if x is not None and x.requires_grad])
+        shared = random(n, head_dim).requires_grad_(), b
+        for name, value in (("", (None, None)), (", value rows and a shared row", (row, gate))):
+            def both(tensors=(x, weight, scale, cos, sin, is_start, *value), dims=(qk_dim, head_dim), shared=shared if name else ()):
+                terms = tuple(shared_rows.share(*shared)) if shared else ()
+                loss = sum(out.float().square().sum() for out in fp8_qkv.fp8_qkv_heads(*tensors, count, *dims, True, terms))
+                return torch.autograd.grad(loss, [x for x in (*tensors, *shared) if x is not None and x.requires_grad])
             yield f"fp8_qkv_heads {n} × {heads} × (2 × {qk_dim} + {head_dim}){name}", both
 
 
@@ -161,7 +166,7 @@ def residuals() -> Iterator[tuple[str, Callable]]:
 
         def both(x=x, rows=rows):
             y = x
-            for term in residual.share(rows, row_scales):
+            for term in shared_rows.share(rows, row_scales):
                 update, y = residual.norm_fork((y, rows))
                 y, seen = residual.mlp_input((y, update), term, scales)
             return torch.autograd.grad((y, seen), (x, rows, scales, row_scales), (x, rows))

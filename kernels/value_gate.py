@@ -101,23 +101,3 @@ def value_mix_backward(
         value_mix_backward_kernel[blocks,](mix_grad, mix, seen, row, gate, seen_grad, row_grad, gate_grad, len(seen),
                                            seen.stride(0), row.stride(0), row_grad.stride(0), **form)
     return seen_grad, gate_grad.sum(0)
-
-
-class AddToHead(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, values: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, scale)
-        ctx.mark_dirty(values)
-        values[:, 0] += (scale * rows).type_as(rows)
-        return values
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        rows, scale = ctx.saved_tensors
-        head = grad[:, 0].type_as(scale)
-        return grad, (scale * head).type_as(rows), (head * rows).sum()
-
-
-def add_to_first_head(values: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
-    """The first head of values (n, heads, head_dim) += scale · rows (n, head_dim), in place; scale a 0-dim float32. Torch alone."""
-    return AddToHead.apply(values, rows, scale)

@@ -31,14 +31,15 @@ from kernels.relu_squared import (
     FP8_BACKWARD_CONFIGS, FP8_CONFIGS, relu_squared, relu_squared_backward, relu_squared_backward_fp8, relu_squared_backward_fp8_reference,
     relu_squared_backward_reference, relu_squared_fp8, relu_squared_fp8_reference, relu_squared_reference)
 from kernels.residual import (
-    CONFIGS, SHARED_CONFIGS, Term, add_up, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward, share,
-    share_twin, shared_rows, shared_rows_reference)
+    CONFIGS, add_up, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward)
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
+from kernels.shared_rows import CONFIGS as SHARED_CONFIGS
+from kernels.shared_rows import Term, share, share_twin, shared_rows, shared_rows_reference
 from kernels.symmetric import (
     gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference)
 from kernels.transpose import add_transposed, add_transposed_reference, transpose, transpose_reference
-from kernels.value_gate import add_to_first_head, value_mix, value_mix_backward, value_mix_reference
+from kernels.value_gate import value_mix, value_mix_backward, value_mix_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter miscomputes tl.dot on bfloat16; for a GPU its kernels in float32 take minutes to compile.
@@ -437,17 +438,6 @@ def test_a_product_does_not_see_the_order_of_pairs():
     torch.testing.assert_close(paired(a) @ paired(b).T, a @ b.T)
 
 
-def test_rows_are_added_to_the_first_head():
-    values, rows, scale = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 3, 4), (5, 4), ()))
-
-    def ours(values, rows, scale):
-        return add_to_first_head(1 * values, rows, scale)                # in place: over the product
-
-    plain = torch.cat([values[:, :1] + scale * rows[:, None], values[:, 1:]], 1)
-    torch.testing.assert_close(ours(values, rows, scale), plain)
-    assert torch.autograd.gradcheck(lambda *x: ours(*x) ** 2, (values, rows, scale))
-
-
 def test_mlp_in_fp8():
     x, w = random(150, 64).to(torch.float8_e4m3fn), random(144, 64).to(torch.float8_e4m3fn)
     scale = torch.tensor(0.25, device=DEVICE)
@@ -784,7 +774,7 @@ def test_qkv_heads_in_blocks_of_any_size(dims, dtype):
         torch.manual_seed(1)
         starts = (0, 4, 5, 16) if tuned[0] > 4 else (4, 5, 16)
         tensors = [*heads_inputs(21, 2, dims, False, starts=starts, dtype=dtype)[:4], row, mix]
-        results.append([*heads_forward(*tensors, *dims, True, tuned), *heads_backward(*grads, *tensors, *dims, True, tuned)[:3]])
+        results.append([*heads_forward(*tensors, *dims, True, (), tuned), *heads_backward(*grads, *tensors, *dims, True, tuned)[:3]])
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
             assert error(x, y.double()) < (1e-6 if dtype == torch.float32 else 1e-2)
@@ -823,6 +813,88 @@ def test_qkv_heads_write_all_that_they_return(monkeypatch):
     monkeypatch.undo()
     nothing, none = heads_inputs(0, 3, dims, True), heads_grads(0, 3, dims)
     assert [x.numel() for x in heads_both_ways(qkv_heads, nothing, dims, True, none)] == [0] * 6 + [36]
+
+
+def heads_of_layers(functions: tuple, layers: list, tables: list, dims: tuple[int, int], key_offset: bool, repeat: bool = False) -> list:
+    """q, k, v of layers, each given as what `heads_inputs` and `heads_grads` made, that all add the rows of `tables`, and all gradients.
+
+    `layers` of which the gradients are None are read by nothing; `tables`: rows and their scales; `repeat`: from the second backward pass.
+    """
+    share_rows, function = functions
+    tables = [[x.detach().clone().requires_grad_() for x in table] for table in tables]
+    wanted, outs, grads = [x for table in tables for x in table], [], []
+    for (inputs, of_layer), terms in zip(layers, zip(*[share_rows(1 * rows, scales) for rows, scales in tables])):
+        leaves = [x.detach().requires_grad_() if i in (0, 4, 5, 6) and x is not None else x for i, x in enumerate(inputs)]
+        out = function(*leaves, *dims, key_offset, terms)
+        if of_layer is not None:
+            outs, grads = [*outs, *out[:len(of_layer)]], [*grads, *(g.to(out[0]) for g in of_layer)]
+            wanted += [x for x in (leaves if len(of_layer) == 3 else leaves[:1]) if x is not None and x.requires_grad]
+    if repeat:                                                           # one backward pass that does not reach the rows, and a whole one
+        torch.autograd.grad(outs, wanted[-1], grads, retain_graph=True)
+        torch.autograd.grad(outs, wanted, [3 * g for g in grads], retain_graph=True)
+    return [*(x.detach() for x in outs), *torch.autograd.grad(outs, wanted, grads)]
+
+
+def shared_tables(n: int, head_dim: int, layers: int, count: int, dtype=DTYPES[0]) -> list:
+    return [(random(n, head_dim, dtype=dtype), torch.randn(layers, device=DEVICE)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [False, True])
+@pytest.mark.parametrize("key_offset", [False, True])
+@pytest.mark.parametrize("n, heads, dims, count", [(21, 2, (16, 32), 1), (1, 2, (16, 16), 2), (9, 3, (32, 16), 2), (9, 2, (64, 64), 1),
+                                                   (9, 2, (64, 128), 1), (9, 1, (128, 128), 1)])
+def test_shared_rows_in_the_heads_of_layers(n, heads, dims, count, key_offset, value, dtype):
+    """Gradients of the rows and of every layer's scale, at once; of v's gradient that is not contiguous, that is None, and of no use at all."""
+    layers = [(heads_inputs(n, heads, dims, value, dtype=dtype), heads_grads(n, heads, dims, dtype)) for _ in range(4)]
+    layers[1][1][2] = random(heads, dims[1], n, dtype=dtype).permute(2, 0, 1)
+    layers[2], layers[3] = (layers[2][0], layers[2][1][:2]), (layers[3][0], None)
+    tables = shared_tables(n, dims[1], len(layers), count, dtype)
+    wide = [(double(inputs), grads) for inputs, grads in layers]
+    twin, kernel = (share_twin, qkv_heads_twin), (share, qkv_heads)
+    exact = heads_of_layers(twin, wide, [double(table) for table in tables], dims, key_offset)
+    plain = heads_of_layers(twin, layers, tables, dims, key_offset)
+    ours = heads_of_layers(kernel, layers, tables, dims, key_offset)
+    for x, theirs, right in zip(ours, plain, exact, strict=True):
+        assert_as_exact_as_pytorch(x, theirs, right, 1e-5 if x.shape == (len(layers),) else 1e-7)
+    assert any(x.shape == (len(layers),) and x[0] != 0 and x[2:].eq(0).all() for x in ours)
+    for again in (heads_of_layers(kernel, layers, tables, dims, key_offset), heads_of_layers(kernel, layers, tables, dims, key_offset, True)):
+        assert all(map(torch.equal, ours, again))
+
+
+def test_shared_rows_reach_no_other_head_and_all_is_written(monkeypatch):
+    """In every configuration and with NaN in all that is allocated."""
+    dims, grads = (16, 32), heads_grads(13, 3, (16, 32))
+    for value in (False, True):
+        inputs, tables = heads_inputs(13, 3, dims, value), shared_tables(13, 32, 1, 2)
+        plain, tensors = qkv_heads(*inputs, *dims, True), (*inputs[:4], inputs[5], value_mix(*inputs[4:]) if value else None)
+        terms = tuple(Term(rows, scale[0]) for rows, scale in tables)
+        wanted = plain[2][:, :2].double() + torch.stack([rows.double() * scale.double() for rows, scale, *_ in terms], 1)
+        with monkeypatch.context() as patch:
+            for name in ("empty", "empty_like"):
+                allocate = getattr(torch, name)
+                patch.setattr(torch, name, lambda *args, allocate=allocate, **more: allocate(*args, **more).fill_(float("nan")))
+            for tuned in HEADS_CONFIGS:
+                q, k, v = heads_forward(*tensors, *dims, True, terms, tuned)
+                assert torch.equal(v[:, 2], plain[2][:, 2]) and error(v[:, :2], wanted) < (1e-6 if v.dtype == torch.float32 else 1e-2)
+                assert error(q, plain[0].double()) < 1e-3 and error(k, plain[1].double()) < 1e-3
+            results = heads_of_layers((share, qkv_heads), [(inputs, grads)], tables, dims, True)
+            assert all(x.isfinite().all() for x in results)
+    nothing = heads_of_layers((share, qkv_heads), [(heads_inputs(0, 3, dims, True), heads_grads(0, 3, dims))], shared_tables(0, 32, 1, 1), dims, True)
+    assert [x.numel() for x in nothing] == [0, 0, 0, 0, 1, 0, 0, 0, 36] and nothing[4].eq(0).all()
+
+
+def test_shared_rows_of_heads_refuse_what_they_cannot_do():
+    inputs, dims, one = heads_inputs(10, 2, (16, 32), False), (16, 32), torch.ones((), device=DEVICE)
+    rows = random(10, 32)
+    for name, terms in ((r"terms\[0\].rows", [Term(rows[:5], one)]), (r"terms\[1\].rows", [Term(rows, one), Term(rows.double(), one)]),
+                        (r"terms\[0\].rows", [Term(rows.T.contiguous().T, one)]), (r"terms\[2\].rows", [Term(rows, one)] * 3),
+                        (r"terms\[0\].scale", [Term(rows, one.double())]), (r"terms\[0\].scale", [Term(rows, one.repeat(2))])):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            qkv_heads(*inputs, *dims, False, tuple(terms))
+    out = qkv_heads(*inputs, *dims, False, (share_twin(rows.requires_grad_(), one[None])[0],))
+    with pytest.raises(ValueError, match="must be from `share`"):
+        out[2].sum().backward()
 
 
 @pytest.mark.parametrize("n, heads, channels", [(1, 1, 1), (300, 3, 6), (128, 6, 8)])
@@ -926,7 +998,7 @@ def test_fp8_qkv_heads(n, heads, dims, value):
     """As near to full precision as their twin, and near; four times the gradient brings four times the gradients."""
     tensors, grads = fp8_heads_inputs(n, heads, dims, value)
     exact = fp8_heads_results(fp8_qkv_heads_twin, double(tensors), grads, *dims, True)
-    plain = fp8_heads_results(fp8_qkv_heads_twin, tensors, grads, *dims, True, True)
+    plain = fp8_heads_results(partial(fp8_qkv_heads_twin, fp8=True), tensors, grads, *dims, True)
     ours = fp8_heads_results(fp8_qkv_heads, tensors, grads, *dims, True)
     larger = fp8_heads_results(fp8_qkv_heads, tensors, [4 * g for g in grads], *dims, True)
     slack = 0.15 if DEVICE == "cpu" else 1e-3                            # the interpreter's rounding is poor
@@ -942,13 +1014,37 @@ def test_fp8_qkv_heads(n, heads, dims, value):
     assert torch.equal(ours[3], tensors[0][:, :12])
 
 
+@pytest.mark.parametrize("value", [False, True])
+def test_shared_rows_in_fp8_qkv_heads(value):
+    """Rows change their head's values alone, and no other gradient; theirs is that of v, of kernel and twin; repeated, bit for bit."""
+    dims, (rows, scales), results = (16, 32), shared_tables(48, 32, 2, 1)[0], []
+    tensors, *grads = *fp8_heads_inputs(48, 2, dims, value), fp8_heads_inputs(48, 2, dims, value)[1]
+    grads = [[g.to(rows) for g in of_layer] for of_layer in grads]
+    expected = shared_rows_reference([of_layer[2][:, 0].double() for of_layer in grads], rows.double(), scales.double())
+    for function in (fp8_qkv_heads, fp8_qkv_heads, partial(fp8_qkv_heads_twin, fp8=True)):
+        leaves = [x.detach().clone().requires_grad_() for x in (rows, scales, tensors[1])]
+        both = []
+        for terms in (zip(share(*leaves[:2])), ((), ())):                # two layers with the rows, and without
+            outs = [function(tensors[0], leaves[2], *tensors[2:], 12, *dims, True, of_layer) for of_layer in terms]
+            found = torch.autograd.grad([x for out in outs for x in out], leaves, [g for of_layer in grads for g in of_layer], allow_unused=True)
+            both.append(([x.detach() for x in outs[1]], found))
+        (with_rows, found), (without, (*_, weight_grad)) = both
+        assert torch.equal(found[2], weight_grad) and all(torch.equal(with_rows[i], without[i]) for i in (0, 1, 3))
+        assert torch.equal(with_rows[2][:, 1:], without[2][:, 1:])
+        assert error((with_rows[2] - without[2])[:, 0], scales[1].double() * rows.double()) < (1e-5 if DEVICE == "cpu" else 2e-2)
+        for x, right, limit in zip(found, expected, (1e-6 if DEVICE == "cpu" else 1e-2, 1e-5)):
+            assert error(x, right) < limit
+        results.append([*with_rows, *found])
+    assert all(map(torch.equal, *results[:2]))
+
+
 def test_fp8_qkv_heads_quantise_once_and_scale_the_product(monkeypatch):
     """With PyTorch's rounding the results are the twin's; the learned scale, also a negative one and zero, multiplies the product."""
     monkeypatch.setattr(kernels.mlp, "quantize", lambda x, scale, both, in_pairs: quantize_reference(x, scale, in_pairs=in_pairs))
     tensors, grads = fp8_heads_inputs(48, 2, (16, 32), True)
     for number in (0.6, -0.7, 0.0):
         tensors[2] = torch.tensor(number, device=DEVICE)
-        plain = fp8_heads_results(fp8_qkv_heads_twin, tensors, grads, 16, 32, True, True)
+        plain = fp8_heads_results(partial(fp8_qkv_heads_twin, fp8=True), tensors, grads, 16, 32, True)
         ours = fp8_heads_results(fp8_qkv_heads, tensors, grads, 16, 32, True)
         for fused, twin in zip(ours[:4], plain[:4]):
             torch.testing.assert_close(fused, twin, atol=1e-2 if DEVICE == "cuda" else 1e-5, rtol=1e-2)
@@ -1027,13 +1123,24 @@ def test_residual_kernels_in_every_configuration(tuned):
 
 @pytest.mark.parametrize("tuned", SHARED_CONFIGS)
 @pytest.mark.parametrize("count", [1, 3, 11])
-def test_shared_rows(count, tuned):
-    grads, rows, scales = [random(50, 96) for _ in range(count)], random(50, 96), torch.randn(count, device=DEVICE)
+@pytest.mark.parametrize("n, heads, width", [(50, 1, 96), (50, 3, 96), (37, 6, 128), (1, 2, 16)])
+def test_shared_rows(n, heads, width, count, tuned):
+    """Of gradients that are contiguous, and of one head's columns; the other heads' are NaN."""
+    rows, scales = random(n, width), torch.randn(count, device=DEVICE)
+    grads = [torch.full((n, heads, width), float("nan"), dtype=rows.dtype, device=DEVICE)[:, -1].copy_(random(n, width)) for _ in range(count)]
     exact = shared_rows_reference([g.double() for g in grads], rows.double(), scales.double())
     plain, ours = shared_rows_reference(grads, rows, scales), shared_rows(grads, rows, scales, tuned)
     for out, theirs, wanted, slack in zip(ours, plain, exact, (1e-7, 1e-5)):
         assert_as_exact_as_pytorch(out, theirs, wanted, slack)
     assert all(torch.equal(a, b) for a, b in zip(ours, shared_rows(grads, rows, scales, tuned)))
+
+
+def test_shared_rows_write_all_that_they_return(monkeypatch):
+    grads, rows, scales = [random(70, 3, 48)[:, 1] for _ in range(2)], random(70, 48), torch.randn(2, device=DEVICE)
+    wanted, allocate = shared_rows_reference(grads, rows, scales), torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **more: allocate(*args, **more).fill_(float("nan")))
+    assert all(torch.allclose(x, y, rtol=1e-2, atol=1e-2) for x, y in zip(shared_rows(grads, rows, scales), wanted))
+    assert shared_rows([x[:0] for x in grads], rows[:0], scales)[1].eq(0).all()
 
 
 def test_shared_rows_reference_is_the_gradient():
@@ -1075,7 +1182,8 @@ def test_a_residual_scale_of_zero_stays_finite():
 
 
 @pytest.mark.parametrize("count", [0, 3, 8])
-def test_scaled_linear_is_its_twin(count):
+@pytest.mark.parametrize("into", [False, True])
+def test_scaled_linear_is_its_twin(count, into):
     """In float64: its formulas; and where x has other readers, a result none, or a gradient is expanded or another's."""
     x, weight = (random(n, 8).double().requires_grad_() for n in (5, 20))
     scales = [torch.tensor(s, dtype=torch.float64, device=DEVICE, requires_grad=True) for s in (0.5, -2.0)]
@@ -1083,7 +1191,8 @@ def test_scaled_linear_is_its_twin(count):
     kept = columns_grad.clone()
     for function in (scaled_linear_reference, scaled_linear):
         weight.grad, stream = torch.ones_like(weight), 1 * x             # three layers read it, and the residual
-        (qkv, columns), (other, _), (unread, alone) = (function(stream, weight, r, s, count) for r, s in zip(rows + rows[1:], scales + scales[1:]))
+        (qkv, columns), (other, _), (unread, alone) = (function(stream, weight[r], s, count, weight.grad[r] if into else None)
+                                                       for r, s in zip(rows + rows[1:], scales + scales[1:]))
         outs = stream, qkv, columns, other, alone
         grads = torch.ones_like(stream), qkv.new_ones(()).expand_as(qkv), columns_grad, other.detach().sin(), columns_grad
         torch.autograd.backward(outs, grads)
@@ -1120,7 +1229,9 @@ def test_residual_kernels_refuse_what_they_cannot_do():
                        ("rows", lambda: mlp_input((x, x), Term(x.double(), one), two)),
                        ("scale", lambda: mlp_input((x, x), Term(x, two), two)), ("scales", lambda: mlp_input((x, x), None, one)),
                        ("scales", lambda: mlp_input((x, x), None, two.double())), ("scales", lambda: shared_rows([x], x, two)),
-                       (r"grads\[1\]", lambda: shared_rows([x, x[:2]], x, two))):
+                       (r"grads\[1\]", lambda: shared_rows([x, x[:2]], x, two)), ("rows", lambda: shared_rows([x.T], x.T, two[:1])),
+                       (r"grads\[1\]", lambda: shared_rows([random(6, 2, 8)[:, 1], x], x, two)),
+                       (r"grads\[0\]", lambda: shared_rows([x.T.contiguous().T], x, two[:1]))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
     assert mlp_input((x[:0],), None, two)[1].shape == norm_fork((x[:0],))[0].shape == (0, 8)

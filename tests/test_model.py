@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from kernels import fp8_linear, mlp, residual
+from kernels import fp8_linear, mlp, residual, shared_rows
 from kernels.attention import ATTENTION, choose_attention, fit_tiles
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.linear import scaled_linear, scaled_linear_reference
@@ -251,12 +251,30 @@ def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
         monkeypatch.setattr(mlp, name, getattr(mlp, f"{name}_reference"))
     torch.manual_seed(0)
     inputs = [torch.randn(n, 16, device=DEVICE) for n in (48, 48, 64, 64)]
-    twins = residual.share_twin, residual.mlp_input_twin
+    twins = shared_rows.share_twin, residual.mlp_input_twin
     compiled = [torch.compile(twin, backend="aot_eager", fullgraph=True) for twin in twins]
     expected = whole(*twins, lambda *tensors: mlp.mlp_twin(*tensors, False))
-    for functions in (compiled, twins, (residual.share, residual.mlp_input)):
+    for functions in (compiled, twins, (shared_rows.share, residual.mlp_input)):
         for found, wanted in zip(whole(*functions, lambda *tensors: mlp.mlp(*tensors, False)), expected):
             torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_rows_in_a_heads_values_keep_their_gradient_without_some_kernels(config, fused):
+    """Those of residual alone, or of heads alone: of every layer's scalar as well; the twin compiles with its terms."""
+    model, results = train_gpt.Trainer(replace(config, trigram_rows=512), train_gpt.World()).model, []
+    awake(model)
+    batch = train_gpt.to_device(train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0], DEVICE)
+    compiled = torch.compile(qkv_heads_twin, backend="aot_eager", fullgraph=True)
+    kernels = {qkv_heads_twin: qkv_heads} if fused else train_gpt.KERNELS["fused_residual"] | {qkv_heads_twin: compiled}
+    twins = {twin: twin for twin in model.part}
+    for parts in (twins, twins | kernels):
+        model.part = parts
+        model.zero_grad()
+        model(batch, train_gpt.Schedule(model.config).at(0))[0].backward()
+        results.append([model.trigram_scalars.grad.clone(), model.trigram_table.grad.clone(), model.bigram_scalars.grad.clone()])
+    for plain, ours in zip(*results, strict=True):
+        assert plain.any() and (ours.float() - plain.float()).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * plain.float().norm()
 
 
 def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
@@ -406,7 +424,7 @@ LATE = (train_gpt.Layer(value_embedding=True), train_gpt.Layer(long_window=True)
         train_gpt.Layer(attends_to=1))
 
 
-@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False}, {"layers": LATE, "backout_layer": 2}],
+@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False}, {"layers": LATE, "backout_layer": 2, "trigram_rows": 512}],
                          ids=["recipe", "less", "late"])
 def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
     """Loss and the gradient of every parameter: rows that all layers share, streams that several layers read, sums not yet made."""
