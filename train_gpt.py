@@ -366,7 +366,7 @@ class ColumnExchange:
     """
 
     def __init__(self, world: World, run: dict[Callable, Callable]):
-        self.world, self.run, self.under_way = world, run, ()
+        self.world, self.run, self.sent, self.under_way = world, run, None, ()
 
     def start(self, parts: Tensor) -> Tensor:
         arriving = torch.empty_like(parts)
@@ -377,11 +377,12 @@ class ColumnExchange:
         wait(self.under_way[0])
         self.under_way = ()
 
-    def send(self, parts: Tensor) -> Tensor:
-        return SendColumns.apply(parts, self) if self.world.size > 1 else parts
+    def send(self, parts: Tensor) -> None:
+        self.sent = SendColumns.apply(parts, self) if self.world.size > 1 else parts
 
-    def receive(self, arriving: Tensor) -> Tensor:
-        return ReceiveColumns.apply(arriving, self) if self.world.size > 1 else arriving
+    def receive(self) -> Tensor:
+        sent, self.sent = self.sent, None                                # or its graph, which holds this, would never be freed
+        return ReceiveColumns.apply(sent, self) if self.world.size > 1 else sent
 
 
 class SendColumns(torch.autograd.Function):
@@ -533,7 +534,6 @@ class GPT(nn.Module):
                              attention_gates, qkv_heads_twin, gated, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
         self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
-        self.share_with_heads = share if self.part[qkv_heads_twin] is qkv_heads else share_twin
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -595,6 +595,10 @@ class GPT(nn.Module):
         gate, seen = run[attention_gates](columns, gate, None if value_row is None else config.gate_channels // 2)
         return *run[qkv_heads_twin](qkv, *positions, seen, value_row, value_gate, *form), gate
 
+    def received(self, exchange: ColumnExchange | None, scales: Tensor | None, share: Callable) -> list[Term | None]:
+        """What each layer adds of a hashed table's rows. They travel until the first layer asks for them; so may their gradients."""
+        return [None] * len(self.config.layers) if exchange is None else share(exchange.receive(), scales)
+
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None) -> tuple[Tensor, Tensor]:
         """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32).
 
@@ -615,18 +619,9 @@ class GPT(nn.Module):
         indices = {name: self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, length, len(hashed)))
                    for name, (length, hashed) in self.hashed().items()}  # each rank looks its columns up for the tokens of all
         reached(-2, None)
-        arriving = {}
+        exchanges = {name: ColumnExchange(self.world, run) for name in indices}
         for name, index in indices.items():
-            exchange = ColumnExchange(self.world, run)
-            arriving[name] = exchange, exchange.send(run[embedding_twin](self.hashed()[name][1], sort(index)))
-
-        def received(name: str, scales: Tensor | None, share: Callable) -> list[Term | None]:
-            """What each layer adds of a table's rows, which travel until the first layer needs them; so may their gradients."""
-            if name not in arriving:
-                return [None] * len(config.layers)
-            exchange, parts = arriving[name]
-            return share(exchange.receive(parts), scales)
-
+            exchanges[name].send(run[embedding_twin](self.hashed()[name][1], sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
         streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
@@ -637,15 +632,16 @@ class GPT(nn.Module):
                 normed[source], *streams[source] = run[norm_fork_twin](streams[source])      # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             if i == 0:
-                trigrams = received("trigram_table", self.trigram_scalars, self.share_with_heads)
+                with_heads = share if self.fp8_attention or run[qkv_heads_twin] is qkv_heads else share_twin
+                trigrams = self.received(exchanges.get("trigram_table"), self.trigram_scalars, with_heads)
             value = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
             q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, *value, trigrams[i])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
-            out = self.bank[i][-config.width:], scale_out, 0, gradient(self.bank[i])[-config.width:]
-            update, _ = scaled_linear(run[gated](y, gate), *out)
+            weight_out, into = (matrix[-config.width:] for matrix in (self.bank[i], gradient(self.bank[i])))
+            update, _ = scaled_linear(run[gated](y, gate), weight_out, scale_out, 0, into)
             if i == 0:
-                bigrams = received("bigram_table", self.bigram_scalars, run[share_twin])
+                bigrams = self.received(exchanges.get("bigram_table"), self.bigram_scalars, run[share_twin])
             x, normed_x = run[mlp_input_twin]((*streams[-1], update), bigrams[i], residuals[i])
             fp8 = self.fp8_mlp, config.fp8_weight_grads
             streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel in bfloat16 writes over x
