@@ -845,7 +845,7 @@ def shared_tables(n: int, head_dim: int, layers: int, count: int, dtype=DTYPES[0
 @pytest.mark.parametrize("n, heads, dims, count", [(21, 2, (16, 32), 1), (1, 2, (16, 16), 2), (9, 3, (32, 16), 2), (9, 2, (64, 64), 1),
                                                    (9, 2, (64, 128), 1), (9, 1, (128, 128), 1)])
 def test_shared_rows_in_the_heads_of_layers(n, heads, dims, count, key_offset, value, dtype):
-    """Gradients of the rows and of every layer's scale, at once; of v's gradient that is not contiguous, that is None, and of no use at all."""
+    """Gradients of the rows and of every layer's scale, at once; where v's gradient is not contiguous, is None, and nothing is read."""
     layers = [(heads_inputs(n, heads, dims, value, dtype=dtype), heads_grads(n, heads, dims, dtype)) for _ in range(4)]
     layers[1][1][2] = random(heads, dims[1], n, dtype=dtype).permute(2, 0, 1)
     layers[2], layers[3] = (layers[2][0], layers[2][1][:2]), (layers[3][0], None)
@@ -858,8 +858,8 @@ def test_shared_rows_in_the_heads_of_layers(n, heads, dims, count, key_offset, v
     for x, theirs, right in zip(ours, plain, exact, strict=True):
         assert_as_exact_as_pytorch(x, theirs, right, 1e-5 if x.shape == (len(layers),) else 1e-7)
     assert any(x.shape == (len(layers),) and x[0] != 0 and x[2:].eq(0).all() for x in ours)
-    for again in (heads_of_layers(kernel, layers, tables, dims, key_offset), heads_of_layers(kernel, layers, tables, dims, key_offset, True)):
-        assert all(map(torch.equal, ours, again))
+    for repeat in (False, True):
+        assert all(map(torch.equal, ours, heads_of_layers(kernel, layers, tables, dims, key_offset, repeat)))
 
 
 def test_shared_rows_reach_no_other_head_and_all_is_written(monkeypatch):
@@ -880,7 +880,8 @@ def test_shared_rows_reach_no_other_head_and_all_is_written(monkeypatch):
                 assert error(q, plain[0].double()) < 1e-3 and error(k, plain[1].double()) < 1e-3
             results = heads_of_layers((share, qkv_heads), [(inputs, grads)], tables, dims, True)
             assert all(x.isfinite().all() for x in results)
-    nothing = heads_of_layers((share, qkv_heads), [(heads_inputs(0, 3, dims, True), heads_grads(0, 3, dims))], shared_tables(0, 32, 1, 1), dims, True)
+    empty = heads_inputs(0, 3, dims, True), heads_grads(0, 3, dims)
+    nothing = heads_of_layers((share, qkv_heads), [empty], shared_tables(0, 32, 1, 1), dims, True)
     assert [x.numel() for x in nothing] == [0, 0, 0, 0, 1, 0, 0, 0, 36] and nothing[4].eq(0).all()
 
 
@@ -1026,7 +1027,7 @@ def test_shared_rows_in_fp8_qkv_heads(value):
         both = []
         for terms in (zip(share(*leaves[:2])), ((), ())):                # two layers with the rows, and without
             outs = [function(tensors[0], leaves[2], *tensors[2:], 12, *dims, True, of_layer) for of_layer in terms]
-            found = torch.autograd.grad([x for out in outs for x in out], leaves, [g for of_layer in grads for g in of_layer], allow_unused=True)
+            found = torch.autograd.grad(sum(outs, ()), leaves, sum(grads, []), allow_unused=True)
             both.append(([x.detach() for x in outs[1]], found))
         (with_rows, found), (without, (*_, weight_grad)) = both
         assert torch.equal(found[2], weight_grad) and all(torch.equal(with_rows[i], without[i]) for i in (0, 1, 3))
@@ -1127,7 +1128,10 @@ def test_residual_kernels_in_every_configuration(tuned):
 def test_shared_rows(n, heads, width, count, tuned):
     """Of gradients that are contiguous, and of one head's columns; the other heads' are NaN."""
     rows, scales = random(n, width), torch.randn(count, device=DEVICE)
-    grads = [torch.full((n, heads, width), float("nan"), dtype=rows.dtype, device=DEVICE)[:, -1].copy_(random(n, width)) for _ in range(count)]
+    grads = [random(n, heads, width) for _ in range(count)]
+    for grad in grads:
+        grad[:, :-1] = float("nan")
+    grads = [grad[:, -1] for grad in grads]
     exact = shared_rows_reference([g.double() for g in grads], rows.double(), scales.double())
     plain, ours = shared_rows_reference(grads, rows, scales), shared_rows(grads, rows, scales, tuned)
     for out, theirs, wanted, slack in zip(ours, plain, exact, (1e-7, 1e-5)):
