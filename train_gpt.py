@@ -36,7 +36,7 @@ from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
 from kernels.backend import gradient
 from kernels.coefficients import lower_end, polar_express
-from kernels.embedding import Sorted, embedding, embedding_twin, sort_rows
+from kernels.embedding import Sorted, embedding, embedding_twin, sort_beside
 from kernels.fp8_linear import has_fp8
 from kernels.fp8_qkv import fp8_qkv_heads
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
@@ -615,7 +615,7 @@ class GPT(nn.Module):
         scales, residuals, value_gates = (x.unbind() for x in (self.attention_scalars, self.residual_scalars, self.value_gates))
         gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
 
-        sort = sort_rows if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
+        sort = sort_beside if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
         by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
         indices = {name: self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, length, len(hashed)))
                    for name, (length, hashed) in self.hashed().items()}  # each rank looks its columns up for the tokens of all

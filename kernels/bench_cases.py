@@ -153,7 +153,7 @@ def embedding_cases(width: int = 768) -> Iterator[Case]:
         return random(rows, width), random(tokens, width), index
 
     def kernel(out: Tensor, grad: Tensor, index: Tensor, tuned: tuple = embedding.CONFIGS[0]) -> Tensor:
-        return embedding.add_rows(out, grad, *embedding.sort_rows(index)[1:], tuned=tuned)
+        return embedding.add_rows(out, grad, *embedding.sort_rows(index)[1:3], tuned=tuned)
 
     def dense(out: Tensor, grad: Tensor, index: Tensor) -> Tensor:
         return out.add_(torch.ops.aten.embedding_dense_backward(grad, index, len(out), -1, False))

@@ -39,19 +39,23 @@ def beside(device: torch.device) -> torch.cuda.Stream:
 
 
 def sort_rows(index: Tensor) -> Sorted:
-    """In int32, so that the sort needs half the radix passes of int64; `add_rows` refuses tables for which that is too short.
+    """In int32, so that the sort needs half the radix passes of int64; `add_rows` refuses tables for which that is too short."""
+    return Sorted(index, *torch.sort(index.int(), stable=True))
 
-    On a GPU the sort, a dozen small kernels, runs beside what follows on the current stream: the backward pass alone needs it. It
-    begins behind all that the current stream was given before, so it may write over what earlier sorts have left there.
+
+def sort_beside(index: Tensor) -> Sorted:
+    """As `sort_rows`; on a GPU the dozen small kernels run beside what follows on the current stream: the backward pass alone waits.
+
+    They begin behind all that the current stream was given before, so they may write over what earlier sorts have left there.
     """
     if not index.is_cuda:
-        return Sorted(index, *torch.sort(index.int(), stable=True))
+        return sort_rows(index)
     stream, ready = beside(index.device), torch.cuda.Event()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        order = torch.sort(index.int(), stable=True)
+        order = sort_rows(index)
         ready.record()
-    return Sorted(index, *order, ready)
+    return order._replace(ready=ready)
 
 
 def embedding_twin(table: Tensor, order: Sorted) -> Tensor:

@@ -198,14 +198,14 @@ def movers() -> Iterator[tuple[str, Callable]]:
     yield "quantize alone", lambda: quantize.quantize(x[:, 1:], scale, torch.float8_e5m2, both=False)
     yield "transpose", lambda: transpose.transpose(x)
     order = embedding.sort_rows(torch.randint(9, (71,), device=DEVICE))
-    yield "embedding's add_rows", lambda: embedding.add_rows(random(9, 133), x, *order[1:])
+    yield "embedding's add_rows", lambda: embedding.add_rows(random(9, 133), x, *order[1:3])
     rows = embedding.sort_rows(torch.randint(150, (71,), device=DEVICE))
     state = [torch.zeros(150, 133, device=DEVICE, dtype=dtype) for dtype in (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32)]
     numbers = [torch.tensor(number, device=DEVICE) for number in (3.0, True, 0.1, 0.1)]
     state += [torch.zeros(150, device=DEVICE), torch.zeros(150, device=DEVICE, dtype=torch.bool)]
 
     def update() -> list[Tensor]:
-        embedding.add_rows(state[2], x, *rows[1:], state[5])
+        embedding.add_rows(state[2], x, *rows[1:3], state[5])
         row_adam.row_adam(*state, *numbers, 0.95, True)
         return state
     yield "row_adam", update

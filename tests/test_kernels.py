@@ -600,7 +600,7 @@ def test_add_rows_wherever_a_run_starts_and_ends(runs, dtype):
     count, width = len(runs), 21
     index = torch.arange(count, device=DEVICE).repeat_interleave(torch.tensor(runs, device=DEVICE))
     index = index[torch.randperm(len(index), device=DEVICE)]
-    order, grad = sort_rows(index)[1:], random(len(index), 40, dtype=dtype)[:, 3:3 + width]
+    order, grad = sort_rows(index)[1:3], random(len(index), 40, dtype=dtype)[:, 3:3 + width]
     for out_dtype in {dtype, torch.float32}:
         old, results = random(count, 48, dtype=out_dtype), []
         for function in (add_rows, add_rows, add_rows_reference):
@@ -617,7 +617,7 @@ def test_add_rows_wherever_a_run_starts_and_ends(runs, dtype):
 
 
 def test_add_rows_refuses_what_it_cannot_do():
-    out, grad, order = random(9, 32), random(100, 32), sort_rows(torch.randint(9, (100,), device=DEVICE))[1:]
+    out, grad, order = random(9, 32), random(100, 32), sort_rows(torch.randint(9, (100,), device=DEVICE))[1:3]
     for name, call in (("grad", lambda: add_rows(out, grad[:5], *order)), ("grad", lambda: add_rows(out, grad.double(), *order)),
                        ("out", lambda: add_rows(out.mT, grad, *order)), ("rows", lambda: add_rows(out, grad, order[0], order[1][:5])),
                        ("out", lambda: add_rows(out[:1].expand(2 ** 30 + 1, 32), grad, *order)),

@@ -372,7 +372,7 @@ def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting, monkeypa
 def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatch):
     """And with that kernel the tables' gradients are their twin's."""
     sorts, gradients, model = [], [], trainer.model
-    monkeypatch.setattr(train_gpt, "sort_rows", lambda index: sorts.append(index) or sort_rows(index))
+    monkeypatch.setattr(train_gpt, "sort_beside", lambda index: sorts.append(index) or sort_rows(index))
     awake(model)
     step = trainer.schedule.at(0)
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
