@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import fp8_qkv, fp8_scales, qkv, residual, residual_fp8, shared_rows
+from kernels import fp8_qkv, fp8_scales, qkv, residual, shared_rows
 from kernels.bench_cases import Case, leaf, random
-from kernels.quantize import paired, quantize
+from kernels.quantize import paired
 
 LAYERS = 8
 
@@ -104,8 +104,8 @@ def into_the_mlp(enter: Callable, share: Callable = shared_rows.share_twin) -> C
     return run
 
 
-def out_of_the_mlp(out_grad: Tensor, norm_grad: Tensor, kept: Tensor, rms: Tensor, scales: Tensor, **how) -> Tensor:
-    return residual.residual_backward(out_grad, norm_grad, kept, rms, scales, **how)[0]
+def out_of_the_mlp(out_grad: Tensor, norm_grad: Tensor, normed: Tensor, rms: Tensor, scales: Tensor, **tuned) -> Tensor:
+    return residual.residual_backward(out_grad, norm_grad, normed, rms, scales, **tuned)[0]
 
 
 def out_of_the_mlp_twin(out_grad: Tensor, norm_grad: Tensor, normed: Tensor, rms: Tensor, scales: Tensor) -> Tensor:
@@ -168,45 +168,6 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
                        configs=shared_rows.CONFIGS)
 
 
-def fp8_residual_cases(width: int = 768) -> Iterator[Case]:
-    """What an FP8 MLP reads, and back from it: against the two kernels that make it by way of the norm in bf16, and from that norm."""
-    norm_scale = torch.tensor(width ** 0.5 / 448, device="cuda")
-
-    def inputs(n: int) -> tuple:
-        scales = torch.tensor(0.05, device="cuda"), torch.tensor([1.05, 0.95], device="cuda")
-        return *(random(n, width) for _ in range(3)), *scales
-
-    def made_by(function: Callable) -> Callable:
-        def run(x: Tensor, update: Tensor, rows: Tensor, row_scale: Tensor, scales: Tensor, **tuned) -> tuple[Tensor, ...]:
-            return function((x, update), shared_rows.Term(rows, row_scale), scales, **tuned)[:3]
-        return run
-
-    def two(*args) -> tuple[Tensor, ...]:
-        x, normed, _ = residual.residual(*args)
-        return x, *quantize(normed, norm_scale, in_pairs=True)
-
-    def exact(*args) -> tuple[Tensor, ...]:
-        x, normed = residual.mlp_input_twin(*args)
-        return x, normed / norm_scale, paired(normed.T / norm_scale)
-
-    def back_inputs(n: int) -> tuple:
-        rms, scales = torch.rand(n, device="cuda") + 0.5, torch.tensor([1.05, 0.95], device="cuda")
-        kept = scales[1] * rms[:, None] * residual.norm(random(n, width).float())
-        return random(n, width), random(n, width), kept.bfloat16(), rms, scales
-
-    def back_twin(out_grad: Tensor, norm_grad: Tensor, kept: Tensor, rms: Tensor, scales: Tensor) -> Tensor:
-        return out_of_the_mlp_twin(out_grad, norm_grad, kept / (scales[1] * rms[:, None]), rms, scales)
-
-    made, twin = (made_by(partial(f, norm_scale=norm_scale)) for f in (residual_fp8.residual_fp8, residual_fp8.residual_fp8_reference))
-    for n in (16384, 49152):
-        shape, one = f"{n} × {width}", 2.0 * n * width
-        yield Case("into the FP8 MLP, FP8 both ways (against two kernels)", shape, partial(inputs, n), made, twin, 0.0, 5 * one,
-                   exact=made_by(exact), baseline=made_by(two), compile=False, configs=residual_fp8.CONFIGS)
-        yield Case("out of the FP8 MLP, from the sum (against from the norm)", shape, partial(back_inputs, n),
-                   partial(out_of_the_mlp, normed=False), back_twin, 0.0, 4 * one, baseline=out_of_the_mlp, compile=False,
-                   configs=residual.CONFIGS)
-
-
 def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterator[Case]:
     def gradient_inputs() -> tuple:
         return random(n, width), torch.tensor(0.01, device="cuda"), torch.tensor(9.0, device="cuda")
@@ -217,4 +178,4 @@ def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterat
                fp8_scales.gradient_scales_twin, 0.0, 2.0 * n * width, configs=fp8_scales.CONFIGS)
 
 
-CASES = (heads_cases, fp8_gradient_cases, attention_inputs_cases, residual_cases, fp8_residual_cases, scales_cases)
+CASES = (heads_cases, fp8_gradient_cases, attention_inputs_cases, residual_cases, scales_cases)

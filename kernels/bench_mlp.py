@@ -5,9 +5,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import mlp, relu_squared, residual, shared_rows
+from kernels import mlp, relu_squared
 from kernels.bench_cases import Case, leaf, random
 from kernels.quantize import paired
+from kernels.residual import add_up
 
 
 def mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
@@ -60,9 +61,9 @@ def fp8_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
 
 
 def mlp_gradients(function: Callable) -> Callable:
-    def run(start: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, grad: Tensor, *fp8: bool) -> tuple:
+    def run(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, grad: Tensor, *fp8: bool) -> tuple:
         x, w_in, w_out = leaf(x), leaf(w_in), leaf(w_out)
-        out = residual.add_up(function(start.detach(), x, w_in, w_out, *fp8))
+        out = add_up(function(residual.detach(), x, w_in, w_out, *fp8))
         return out.detach(), *torch.autograd.grad(out, (x, w_in, w_out), grad)
     return run
 
@@ -81,35 +82,8 @@ def whole_mlp_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
                        exact=lambda *tensors: mlp_gradients(bf16_mlp)(*tensors), baseline=bf16_mlp, wrap=mlp_gradients)
 
 
-def layer_cases(width: int = 768, hidden: int = 3072) -> Iterator[Case]:
-    """A layer from its attention on, in FP8: as one function against two, with the norm in bf16 between them."""
-    def inputs(n: int) -> tuple:
-        scales = torch.tensor([0.05], device="cuda"), torch.tensor([1.05, 0.95], device="cuda")
-        weights = (random(hidden, width) * 0.02 for _ in range(2))
-        return *(random(n, width) for _ in range(3)), *scales, *weights, random(n, width)
-
-    def layer(enter: Callable, through: Callable, share: Callable, *fp8: bool) -> Callable:
-        def run(x: Tensor, update: Tensor, rows: Tensor, row_scales: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            return mlp.mlp_layer(enter, through, (x, update), share(rows, row_scales)[0], *rest, *fp8)
-        return run
-
-    def gradients(function: Callable) -> Callable:                       # of the addends of its result alike; scales' not returned
-        def run(*tensors: Tensor) -> tuple:
-            leaves = [leaf(x) for x in tensors[:-1]]
-            addends = function(*leaves)
-            return tuple(x for x in torch.autograd.grad(addends, leaves, tensors[-1:] * len(addends)) if x.dim() == 2)
-        return run
-
-    kernels, twins = (residual.mlp_input, mlp.mlp, shared_rows.share), (residual.mlp_input_twin, mlp.mlp_twin, shared_rows.share_twin)
-    for n in (16384, 49152):
-        yield Case("MLP with what enters it, both ways, FP8, as one (against two)", f"{n} × {width} × {hidden}", partial(inputs, n),
-                   layer(*kernels, True, True, True), layer(*twins, True, True, False), 12.0 * n * width * hidden,
-                   8.0 * n * (width + hidden) + 24.0 * n * width, rate=2, exact=gradients(layer(*twins, False, False, False)),
-                   baseline=layer(*kernels, True, True, False), wrap=gradients, compile=False)
+def bf16_mlp(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, *_: bool) -> tuple[Tensor, ...]:
+    return mlp.mlp_twin(residual, x, w_in, w_out, False)
 
 
-def bf16_mlp(start: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, *_: bool) -> tuple[Tensor, ...]:
-    return mlp.mlp_twin(start, x, w_in, w_out, False)
-
-
-CASES = (mlp_cases, fp8_cases, whole_mlp_cases, layer_cases)
+CASES = (mlp_cases, fp8_cases, whole_mlp_cases)
