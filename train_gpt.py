@@ -41,7 +41,7 @@ from kernels.fp8_linear import has_fp8
 from kernels.fp8_qkv import fp8_qkv_heads
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.linear import scaled_linear
-from kernels.mlp import has_mlp, mlp, mlp_layer, mlp_twin
+from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.qkv import qkv_heads, qkv_heads_twin
@@ -172,7 +172,6 @@ class Config:
     fp8: bool = True                    # FP8 products where the GPU has them; also off with DISABLE_FP8=1
     fp8_mlp: bool = True                # with fp8 and fused_mlp: the MLPs' as well as the head's
     fp8_weight_grads: bool = True       # with fp8_mlp: the gradients of the MLPs' weights as well
-    fp8_norm: bool = False              # with these and fused_residual: no bf16 norm before the MLP; not yet measured
     fp8_attention: bool = True          # with fp8 and fused_qkv: the product Q, K, V, both ways
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
     fused_embedding: bool = True        # tables' gradients for only the rows read,
@@ -643,8 +642,9 @@ class GPT(nn.Module):
             update, _ = scaled_linear(run[gated](y, gate), weight_out, scale_out, 0, into)
             if i == 0:
                 bigrams = self.received(exchanges.get("bigram_table"), self.bigram_scalars, run[share_twin])
-            streams.append(mlp_layer(run[mlp_input_twin], run[mlp_twin], (*streams[-1], update), bigrams[i], residuals[i],
-                                     *self.mlp_weights(i), self.fp8_mlp, config.fp8_weight_grads, config.fp8_norm))
+            x, normed_x = run[mlp_input_twin]((*streams[-1], update), bigrams[i], residuals[i])
+            fp8 = self.fp8_mlp, config.fp8_weight_grads
+            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel in bfloat16 writes over x
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None

@@ -9,11 +9,7 @@ In FP8 the products forward and those of the input's gradient are FP8; the weigh
 `fp8_weight_grads`, which spares everything of hidden width in bfloat16. The scales (`kernels.fp8_scales`) need no state and no pass of
 their own over the hidden activations: a row's norm bounds its elements and, by Cauchy and Schwarz, what products make of it. Such a
 bound lies 5 to 15 binades above a typical element, and FP8 keeps its relative precision over 15 (e4m3) or 30 (e5m2).
-
-`mlp_layer` is what a layer does after its attention. It can leave out the bfloat16 norm between residual and FP8 MLP (`fp8_norm`).
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +21,6 @@ from kernels.quantize import quantize, quantize_reference
 from kernels.relu_squared import (
     relu_squared, relu_squared_backward, relu_squared_backward_fp8, relu_squared_backward_fp8_reference, relu_squared_backward_reference,
     relu_squared_fp8, relu_squared_fp8_reference, relu_squared_reference)
-from kernels.residual import Addends, mlp_input, residual_backward
-from kernels.residual_fp8 import residual_fp8
-from kernels.shared_rows import Term
 
 
 class MLP(torch.autograd.Function):
@@ -53,80 +46,43 @@ def to_fp8(x: Tensor, scale: Tensor, fused: bool, both: bool, in_pairs: bool = F
     return quantize_reference(x, scale, in_pairs=in_pairs) if both else (quantise(x, scale, torch.float8_e4m3fn), None)
 
 
-def fp8_forward(x8: tuple[Tensor, Tensor | None], scales: tuple[Tensor, ...], x: Tensor, w_in: Tensor, w_out: Tensor, fused: bool,
-                fp8_weight_grads: bool) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The output, like x, and what `fp8_backward` wants kept; x8: x in FP8 and, with `fp8_weight_grads`, transposed: then x is not read."""
-    x_scale, in_scale, out_scale, act_scale, pre_scale, grad_bound = scales
-    x8, x8_transposed = x8
-    in8, in8_transposed = to_fp8(w_in, in_scale, fused, True)
-    out8, out8_transposed = to_fp8(w_out, out_scale, fused, True)
-    if fp8_weight_grads:
-        act8, act8_transposed = (relu_squared_fp8 if fused else relu_squared_fp8_reference)(x8, in8, pre_scale, act_scale)
-        kept = x8_transposed, act8, act8_transposed
-    else:
-        act8 = torch.empty(len(x), len(w_in), dtype=x8.dtype, device=x.device)
-        act = (relu_squared if fused else relu_squared_reference)(x8, in8, pre_scale, act8, act_scale)
-        kept = x.type_as(act), act, None
-    out = product(act8, out8_transposed.T, act_scale, out_scale, fast=True).type_as(x)
-    return out, (*kept, in8_transposed, out8, x_scale, in_scale, out_scale, act_scale, grad_bound)
-
-
-def fp8_backward(grad: Tensor, kept: tuple[Tensor | None, ...], fused: bool, fp8_weight_grads: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, w_in and w_out."""
-    x, act, act_transposed, in8_transposed, out8, x_scale, in_scale, out_scale, act_scale, bound = kept
-    grad = grad.contiguous()
-    scales = gradient_scales if fused else gradient_scales_twin
-    grad_scale, product_scale, pre_scale = scales(grad, out_scale, bound)
-    grad8, grad8_transposed = to_fp8(grad, grad_scale, fused, fp8_weight_grads, in_pairs=fp8_weight_grads)
-    if fp8_weight_grads:                                                 # x, act and act_transposed are FP8 here
-        backward = relu_squared_backward_fp8 if fused else relu_squared_backward_fp8_reference
-        pre8, pre8_transposed = backward(grad8, out8, act, product_scale, act_scale, pre_scale)
-        grad_in = product(pre8_transposed, x.T, pre_scale, x_scale, fast=False)
-        grad_out = product(act_transposed, grad8_transposed.T, act_scale, grad_scale, fast=False)
-    else:
-        pre8 = torch.empty(act.shape, dtype=torch.float8_e5m2, device=x.device)
-        backward = relu_squared_backward if fused else relu_squared_backward_reference
-        grad_pre = backward(grad8, out8, act, product_scale, pre8, pre_scale)
-        grad_in, grad_out = grad_pre.T @ x, act.T @ grad.type_as(act)
-    return product(pre8, in8_transposed.T, pre_scale, in_scale, fast=False), grad_in, grad_out
-
-
 class FP8MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w_in: Tensor, w_out: Tensor, fused: bool, fp8_weight_grads: bool) -> Tensor:
-        ctx.form = fused, fp8_weight_grads
-        scales = (weight_scales if fused else weight_scales_twin)(w_in, w_out)
-        x8 = to_fp8(x, scales[0], fused, fp8_weight_grads, in_pairs=fp8_weight_grads)
-        out, kept = fp8_forward(x8, scales, x, w_in, w_out, *ctx.form)
-        ctx.save_for_backward(*kept)
-        return out
+        x_scale, in_scale, out_scale, act_scale, pre_scale, grad_bound = (weight_scales if fused else weight_scales_twin)(w_in, w_out)
+        x8, x8_transposed = to_fp8(x, x_scale, fused, fp8_weight_grads, in_pairs=fp8_weight_grads)
+        in8, in8_transposed = to_fp8(w_in, in_scale, fused, True)
+        out8, out8_transposed = to_fp8(w_out, out_scale, fused, True)
+        if fp8_weight_grads:
+            act8, act8_transposed = (relu_squared_fp8 if fused else relu_squared_fp8_reference)(x8, in8, pre_scale, act_scale)
+            kept = x8_transposed, act8, act8_transposed
+        else:
+            act8 = torch.empty(len(x), len(w_in), dtype=x8.dtype, device=x.device)
+            act = (relu_squared if fused else relu_squared_reference)(x8, in8, pre_scale, act8, act_scale)
+            kept = x.type_as(act), act, None
+        ctx.fused, ctx.fp8_weight_grads = fused, fp8_weight_grads
+        ctx.save_for_backward(*kept, in8_transposed, out8, x_scale, in_scale, out_scale, act_scale, grad_bound)
+        return product(act8, out8_transposed.T, act_scale, out_scale, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *fp8_backward(grad, ctx.saved_tensors, *ctx.form), None, None
-
-
-class FP8MLPLayer(torch.autograd.Function):
-    """`mlp_input` and the FP8 MLP as one, because autograd passes no bfloat16 gradient to the FP8 tensor that stands between them."""
-    @staticmethod
-    def forward(ctx, rows: Tensor | None, term: Term | None, scales: Tensor, w_in: Tensor, w_out: Tensor,
-                *addends: Tensor) -> tuple[Tensor, Tensor]:
-        mlp_scales = weight_scales(w_in, w_out)
-        x, *x8, rms = residual_fp8(addends, term, scales, mlp_scales[0])
-        out, kept = fp8_forward(x8, mlp_scales, x, w_in, w_out, True, True)
-        ctx.save_for_backward(x, rms, scales, *kept)
-        ctx.count, ctx.left = len(addends), None if term is None else term[2:]
-        return x, out
-
-    @staticmethod
-    def backward(ctx, x_grad: Tensor, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, rms, scales, *kept = ctx.saved_tensors
-        norm_grad, grad_in, grad_out = fp8_backward(out_grad, kept, True, True)
-        grad, sums = residual_backward(x_grad, norm_grad.type_as(x), x, rms, scales, normed=False)
-        if ctx.left is not None:
-            grads, layer = ctx.left
-            grads[layer] = grad
-        return None, None, sums, grad_in, grad_out, *[grad] * ctx.count
+        x, act, act_transposed, in8_transposed, out8, x_scale, in_scale, out_scale, act_scale, bound = ctx.saved_tensors
+        grad = grad.contiguous()
+        scales = gradient_scales if ctx.fused else gradient_scales_twin
+        grad_scale, product_scale, pre_scale = scales(grad, out_scale, bound)
+        grad8, grad8_transposed = to_fp8(grad, grad_scale, ctx.fused, ctx.fp8_weight_grads, in_pairs=ctx.fp8_weight_grads)
+        if ctx.fp8_weight_grads:                                         # x, act and act_transposed are FP8 here
+            backward = relu_squared_backward_fp8 if ctx.fused else relu_squared_backward_fp8_reference
+            pre8, pre8_transposed = backward(grad8, out8, act, product_scale, act_scale, pre_scale)
+            grad_in = product(pre8_transposed, x.T, pre_scale, x_scale, fast=False)
+            grad_out = product(act_transposed, grad8_transposed.T, act_scale, grad_scale, fast=False)
+        else:
+            pre8 = torch.empty(act.shape, dtype=torch.float8_e5m2, device=x.device)
+            backward = relu_squared_backward if ctx.fused else relu_squared_backward_reference
+            grad_pre = backward(grad8, out8, act, product_scale, pre8, pre_scale)
+            grad_in, grad_out = grad_pre.T @ x, act.T @ grad.type_as(act)
+        grad_x = product(pre8, in8_transposed.T, pre_scale, in_scale, fast=False)
+        return grad_x, grad_in, grad_out, None, None
 
 
 def has_mlp(device: torch.device) -> bool:
@@ -151,15 +107,3 @@ def mlp(residual: Tensor, x: Tensor, w_in: Tensor, w_out: Tensor, fp8: bool, fp8
     if fp8:
         return residual, FP8MLP.apply(x, w_in, w_out, True, fp8_weight_grads)
     return MLP.apply(residual, x, w_in, w_out),
-
-
-def mlp_layer(enter: Callable, mlp: Callable, addends: Addends, term: Term | None, scales: Tensor, w_in: Tensor, w_out: Tensor,
-              fp8: bool, fp8_weight_grads: bool, fp8_norm: bool) -> tuple[Tensor, ...]:
-    """A layer from its attention on: the addends of its result, which are `mlp` (or its twin) of what `enter`, `mlp_input` or its twin,
-    makes of `addends`, `term` and `scales`.
-
-    Where both are FP8 kernels, `fp8_norm` makes them one: no bfloat16 norm is written. Nobody may write over the first result then.
-    """
-    if fp8 and fp8_weight_grads and fp8_norm and enter is mlp_input:
-        return FP8MLPLayer.apply(None if term is None else term.rows, term, scales, w_in, w_out, *addends)
-    return mlp(*enter(addends, term, scales), w_in, w_out, fp8, fp8_weight_grads)        # in bfloat16 over what `enter` made

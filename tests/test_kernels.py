@@ -21,7 +21,7 @@ from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_sca
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.linear import add_scaled, add_scaled_reference, scaled, scaled_linear, scaled_linear_reference
 from kernels.master_weight import master_weight, store_master_weight
-from kernels.mlp import mlp, mlp_layer, mlp_twin
+from kernels.mlp import mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.qkv import CONFIGS as HEADS_CONFIGS
 from kernels.qkv import FP8_CONFIGS as HEADS_FP8_CONFIGS
@@ -1185,63 +1185,6 @@ def test_residual_in_fp8_refuses_what_it_cannot_do():
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
     assert [len(out) for out in residual_fp8((x[:0],), None, two, one)] == [0, 0, 48, 0]
-
-
-def two_layers(function, x, updates: list, rows, scales, row_scales, weights: list, grad, twin: bool = False) -> list[torch.Tensor]:
-    """From the first layer's attention on: the stream after the second, and all gradients; `rows` None: no rows.
-
-    The first has one addend, or two; the second these two and its update.
-    """
-    leaves = [t.detach().clone().requires_grad_() for t in (x, *updates, *weights, scales, row_scales, rows) if t is not None]
-    x, first, second, *weights, scales, row_scales = leaves[:len(leaves) - (rows is not None)]
-    terms = [None] * 2 if rows is None else (share_twin if twin else share)(1 * leaves[-1], row_scales)
-    addends = function((x, first), terms[0], scales[0], *weights[:2])
-    out = add_up(function((*addends, second), terms[1], scales[1], *weights[2:]))
-    wanted = [leaf for leaf in leaves if leaf is not row_scales or rows is not None]
-    return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(out.dtype))]
-
-
-@pytest.mark.parametrize("n, with_rows", [(16, True), (48, False), (1040, True)])
-def test_mlp_layer_in_fp8_without_a_norm_in_bf16(n, with_rows):
-    """Result and gradients at most twice as far from float64 as those of the two functions in whose place it stands; and repeated.
-
-    In float32, on a CPU, nearly theirs.
-    """
-    width, hidden = 80, 96
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    x, first, second, rows, grad = (random(n, width, dtype=dtype) for _ in range(5))
-    weights = [random(hidden, width, dtype=dtype) * size for size in (0.05, 0.1) * 2]
-    grad *= torch.logspace(-6, 0, n, 2, device=DEVICE)[:, None]
-    scales, row_scales = torch.tensor([[0.9, 1.2], [1.1, -0.8]], device=DEVICE), torch.tensor([0.3, 0.5], device=DEVICE)
-    inputs = [x, [first, second], rows if with_rows else None, scales, row_scales, weights, grad]
-    exact = two_layers(lambda *args: mlp_twin(*mlp_input_twin(*args[:3]), *args[3:], False),
-                       *(double(t) if isinstance(t, list) else None if t is None else t.double() for t in inputs), twin=True)
-    two, one, again = (two_layers(lambda *args, on=on: mlp_layer(mlp_input, mlp, *args, True, True, on), *inputs)
-                       for on in (False, True, True))
-    for ours, theirs, wanted in zip(one, two, exact, strict=True):
-        assert_as_exact_as_pytorch(ours, theirs, wanted, 0.1 if wanted.numel() < 10 else 1e-7)       # scales': right by luck
-        assert DEVICE == "cuda" or error(ours, theirs.double()) < 1e-3
-    assert all(map(torch.equal, one, again))
-
-
-def test_mlp_layer_is_its_two_functions_where_one_setting_is_off():
-    """Or where another function makes the norm. As one, what it keeps for its backward nobody writes over unnoticed."""
-    x, weight, scales = random(16, 32).requires_grad_(), random(48, 32), torch.ones(2, device=DEVICE)
-    calls = []
-
-    def through(residual, normed, w_in, w_out, *fp8):
-        calls.append(fp8)
-        return residual, normed
-
-    for settings in ((False, True, True), (True, False, True), (True, True, False)):
-        mlp_layer(mlp_input, through, (x,), None, scales, weight, weight, *settings)
-    mlp_layer(mlp_input_twin, through, (x,), None, scales, weight, weight, True, True, True)
-    assert calls == [(False, True), (True, False), (True, True), (True, True)]
-    stream, out = mlp_layer(mlp_input, through, (x,), None, scales, weight, weight, True, True, True)
-    assert len(calls) == 4 and stream.dtype == out.dtype == x.dtype
-    stream.detach().add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
 
 
 @pytest.mark.parametrize("tuned", SHARED_CONFIGS)
