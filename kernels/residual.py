@@ -6,7 +6,6 @@ MLP keeps anyway, and one number a token: 3 tensors in, 1 out, where residual, a
 
 The rows' and each b's gradients are `kernels.shared_rows`'s; here a layer only leaves its addends' gradient behind for it.
 
-Where an FP8 MLP alone reads the norm, it is never written in bfloat16 (`kernels.residual_fp8`): backward then has y from c y.
 `norm_fork` is the same two kernels for norm(y) beside y = Σ addends: the gradients of both meet in the kernel. What an FP8 MLP gives
 is an addend too, not summed in a pass of its own. No atomics: all sums have one order, repeated runs are bit-equal. Times: README.md.
 """

@@ -32,8 +32,6 @@ from kernels.relu_squared import (
     relu_squared_backward_reference, relu_squared_fp8, relu_squared_fp8_reference, relu_squared_reference)
 from kernels.residual import (
     CONFIGS, add_up, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward)
-from kernels.residual_fp8 import CONFIGS as RESIDUAL_FP8_CONFIGS
-from kernels.residual_fp8 import residual_fp8, residual_fp8_reference
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from kernels.shared_rows import CONFIGS as SHARED_CONFIGS
@@ -1139,52 +1137,6 @@ def test_residual_backward_from_the_sum_is_that_from_the_norm(tuned, c):
     else:
         torch.testing.assert_close(found, (0.9 * norm_grad / rms[:, None]).type_as(x))
         assert its_scale_grads.eq(0).all()
-
-
-def normed_times(addends: tuple, term: Term | None, scales, rms, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """c y and y / rms / scale in float32, each operation as in `residual_fp8_kernel`."""
-    y = sum((x.float() for x in addends), torch.zeros((), device=DEVICE))
-    y = scales[0] * (y if term is None else y + term.scale * term.rows.float())
-    return scales[1] * y, y * (1 / scale / rms)[:, None]
-
-
-@pytest.mark.parametrize("with_rows", [True, False])
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("n, width", [(16, 40), (48, 768), (1040, 272)])
-def test_residual_in_fp8_both_ways(n, width, count, with_rows, monkeypatch):
-    """Bit for bit what the same float32 numbers quantise to; on a GPU, where sums of products are fused, all but one code in 1,000."""
-    addends = tuple(random(n, width) for _ in range(count))
-    term = Term(random(n, width), torch.tensor(0.3, device=DEVICE)) if with_rows else None
-    addends[0][5] = 0
-    addends[0][7, 3] = 1e4                                               # so that one element is nearly the norm of its row
-    scales, scale = torch.tensor([0.9, -1.2], device=DEVICE), torch.tensor(width ** 0.5 / 448, device=DEVICE)
-    exact = residual_fp8_reference(tuple(double(addends)), term and Term(term.rows.double(), term.scale.double()), *double([scales, scale]))
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(float("nan")))
-    for tuned in RESIDUAL_FP8_CONFIGS if width == 272 and with_rows else (None,):
-        x, q, transposed, rms = found = residual_fp8(addends, term, scales, scale, tuned)
-        wanted_x, normed = normed_times(addends, term, scales, rms, scale)
-        wanted = quantize(normed, torch.ones((), device=DEVICE))[0]
-        assert all(out.is_contiguous() for out in found) and q.dtype == transposed.dtype == torch.float8_e4m3fn
-        assert x.dtype == addends[0].dtype and error(x, exact[0]) < torch.finfo(x.dtype).eps
-        assert same_bits(transposed, paired(q.T)) and q[7].float().abs().max() == 448
-        if DEVICE == "cpu":
-            assert torch.equal(x, wanted_x.type_as(x)) and same_bits(q, wanted)
-        else:
-            apart = (q.view(torch.int8).int() - wanted.view(torch.int8).int()).abs()
-            assert apart.max() <= 1 and apart.count_nonzero() <= 1e-3 * q.numel()
-            assert error(q.float(), exact[1].double()) < 0.01
-        assert (rms.double() - exact[0].norm(dim=1) / width ** 0.5 / 1.2).abs().max() < 1e-3
-        assert all(map(same_bits, found, residual_fp8(addends, term, scales, scale, tuned)))
-
-
-def test_residual_in_fp8_refuses_what_it_cannot_do():
-    x, one, two = random(32, 48), torch.ones((), device=DEVICE), torch.ones(2, device=DEVICE)
-    for name, call in (("x", lambda: residual_fp8((x[:24],), None, two, one)), ("norm_scale", lambda: residual_fp8((x,), None, two, two)),
-                       (r"addends\[1\]", lambda: residual_fp8((x, x[:16]), None, two, one))):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            call()
-    assert [len(out) for out in residual_fp8((x[:0],), None, two, one)] == [0, 0, 48, 0]
 
 
 @pytest.mark.parametrize("tuned", SHARED_CONFIGS)
