@@ -840,10 +840,8 @@ def shared_tables(n: int, head_dim: int, layers: int, count: int, dtype=DTYPES[0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value", [False, True])
-@pytest.mark.parametrize("key_offset", [False, True])
-@pytest.mark.parametrize("n, heads, dims, count", [(21, 2, (16, 32), 1), (1, 2, (16, 16), 2), (9, 3, (32, 16), 2), (9, 2, (64, 64), 1),
-                                                   (9, 2, (64, 128), 1), (9, 1, (128, 128), 1)])
+@pytest.mark.parametrize("value, key_offset", [(False, True), (True, False)])
+@pytest.mark.parametrize("n, heads, dims, count", [(21, 2, (16, 32), 1), (1, 2, (16, 16), 2), (9, 3, (32, 16), 2), (9, 1, (64, 128), 1)])
 def test_shared_rows_in_the_heads_of_layers(n, heads, dims, count, key_offset, value, dtype):
     """Gradients of the rows and of every layer's scale, at once; where v's gradient is not contiguous, is None, and nothing is read."""
     layers = [(heads_inputs(n, heads, dims, value, dtype=dtype), heads_grads(n, heads, dims, dtype)) for _ in range(4)]
