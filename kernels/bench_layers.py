@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import fp8_qkv, fp8_scales, qkv, residual, shared_rows
+from kernels import fp8_qkv, fp8_scales, linear, qkv, residual, shared_rows
 from kernels.bench_cases import Case, leaf, random
 from kernels.quantize import paired
 
@@ -178,4 +178,17 @@ def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterat
                fp8_scales.gradient_scales_twin, 0.0, 2.0 * n * width, configs=fp8_scales.CONFIGS)
 
 
-CASES = (heads_cases, fp8_gradient_cases, attention_inputs_cases, residual_cases, scales_cases)
+def scaled_weight_cases(rows: int = 1536, width: int = 768) -> Iterator[Case]:
+    """Of Q, K, V with `qk_dim` 64. Of the gradients, with zeros to add to, the weight's alone: in the scale's much cancels."""
+    scale = torch.tensor(0.7, device="cuda")
+
+    def gradient(fused: bool) -> Callable:
+        return lambda product, weight: linear.weight_gradients(None, product, weight, scale, fused)[0]
+
+    yield Case("scaled weight", f"{rows} × {width}", lambda: (random(rows, width),), lambda weight: linear.scaled(weight, scale),
+               lambda weight: (weight * scale[None]).type_as(weight), 0.0, 4.0 * rows * width, exact=lambda weight: weight * scale.to(weight.dtype))
+    yield Case("gradients of a scaled weight", f"{rows} × {width}", lambda: (random(rows, width), random(rows, width)), gradient(True),
+               gradient(False), 0.0, 10.0 * rows * width, exact=lambda product, weight: product * scale.to(product.dtype))
+
+
+CASES = (heads_cases, fp8_gradient_cases, attention_inputs_cases, residual_cases, scales_cases, scaled_weight_cases)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.fp8_linear import product, quantise
 from kernels.fp8_scales import gradient_scales, gradient_scales_twin
-from kernels.linear import add_scaled, add_scaled_reference
+from kernels.linear import weight_gradients
 from kernels.mlp import to_fp8
 from kernels.quantize import paired
 from kernels.qkv import heads_backward, heads_forward, qkv_heads_twin
@@ -79,11 +79,9 @@ class FP8Heads(torch.autograd.Function):
         if seen is not None:
             x_grad[:, :seen.size(1)] += seen_grad
         of_product = product(transposed, x8_transposed.T, grad_scale, x_scale, fast=False)       # of s·W
-        weight_grad = torch.zeros_like(weight) if ctx.into is None else ctx.into
         values = len(weight) - grads[2][0].numel()                       # from here on; Q and K, which are normed, do not depend on the scale
-        scale_grad = (add_scaled if ctx.fused else add_scaled_reference)(weight_grad, of_product, weight, scale, values)
-        weight_grad = weight_grad if ctx.into is None else None
-        return x_grad, weight_grad, scale_grad, None, None, None, row_grad, gate_grad, *[None] * (7 + len(ctx.left))
+        of_weight = weight_gradients(ctx.into, of_product, weight, scale, ctx.fused, values)
+        return x_grad, *of_weight, None, None, None, row_grad, gate_grad, *[None] * (7 + len(ctx.left))
 
 
 def fp8_qkv_heads_twin(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,

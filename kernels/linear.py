@@ -65,6 +65,14 @@ def add_scaled(
     return sums.sum()
 
 
+def weight_gradients(into: Tensor | None, product: Tensor, weight: Tensor, scale: Tensor, fused: bool,
+                     first: int = 0) -> tuple[Tensor | None, Tensor]:
+    """What a backward pass returns for weight, None where it adds that to `into`, and for scale; `product`: the gradient of s W."""
+    out = torch.zeros_like(weight) if into is None else into
+    scale_grad = (add_scaled if fused else add_scaled_reference)(out, product, weight, scale, first)
+    return out if into is None else None, scale_grad
+
+
 def scaled_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, count: int = 0, into: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Plain PyTorch twin of `scaled_linear`; autograd makes its gradients, so that `into` is left as it is."""
     return F.linear(x, (weight * scale[None]).type_as(x)), x[:, :count].clone()
@@ -83,9 +91,7 @@ class ScaledLinear(torch.autograd.Function):
         x, weight, by_scale, scale = ctx.saved_tensors
         x_grad = grad @ by_scale
         x_grad[:, :columns_grad.size(1)] += columns_grad
-        weight_grad = torch.zeros_like(weight) if ctx.into is None else ctx.into
-        scale_grad = (add_scaled if x.is_cuda else add_scaled_reference)(weight_grad, grad.T @ x, weight, scale)
-        return x_grad, weight_grad if ctx.into is None else None, scale_grad, None, None
+        return x_grad, *weight_gradients(ctx.into, grad.T @ x, weight, scale, x.is_cuda), None, None
 
 
 def scaled_linear(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kernels import (
-    cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, mlp, newton_schulz, qkv, quantize, residual, row_adam, shared_rows, symmetric,
+    cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, linear, mlp, newton_schulz, qkv, quantize, residual, row_adam, shared_rows, symmetric,
     transpose)
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
@@ -181,6 +181,8 @@ def movers() -> Iterator[tuple[str, Callable]]:
     yield "quantize in pairs", lambda: quantize.quantize(x[:48], scale, in_pairs=True)
     yield "quantize alone", lambda: quantize.quantize(x[:, 1:], scale, torch.float8_e5m2, both=False)
     yield "transpose", lambda: transpose.transpose(x)
+    yield "scaled", lambda: linear.scaled(x, scale)
+    yield "add_scaled", lambda: linear.weight_gradients(None, x, x, scale, True, 7)
     order = embedding.sort_rows(torch.randint(9, (71,), device=DEVICE))
     yield "embedding's add_rows", lambda: embedding.add_rows(random(9, 133), x, *order[1:3])
     rows = embedding.sort_rows(torch.randint(150, (71,), device=DEVICE))

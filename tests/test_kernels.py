@@ -1013,6 +1013,18 @@ def test_fp8_qkv_heads(n, heads, dims, value):
     assert torch.equal(ours[3], tensors[0][:, :12])
 
 
+def test_fp8_qkv_heads_add_their_weights_gradient_where_they_are_told():
+    """To what is there; autograd is given none, and the other gradients are the same to the bit."""
+    tensors, grads = fp8_heads_inputs(48, 2, (16, 32), False)
+    x, weight, scale = leaves = [x.detach().requires_grad_() for x in tensors[:3]]
+    returned = torch.autograd.grad(fp8_qkv_heads(*leaves, *tensors[3:], 12, 16, 32, True), leaves, [g.type_as(x) for g in grads])
+    into = torch.ones_like(weight)
+    out = fp8_qkv_heads(*leaves, *tensors[3:], 12, 16, 32, True, (), into)
+    added = torch.autograd.grad(out, leaves, [g.type_as(x) for g in grads], allow_unused=True)
+    assert added[1] is None and torch.equal(added[0], returned[0]) and torch.equal(added[2], returned[2])
+    torch.testing.assert_close(into, 1 + returned[1])
+
+
 @pytest.mark.parametrize("value", [False, True])
 def test_shared_rows_in_fp8_qkv_heads(value):
     """Rows change their head's values alone, and no other gradient; theirs is that of v, of kernel and twin; repeated, bit for bit."""
