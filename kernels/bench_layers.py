@@ -186,7 +186,8 @@ def scaled_weight_cases(rows: int = 1536, width: int = 768) -> Iterator[Case]:
         return lambda product, weight: linear.weight_gradients(None, product, weight, scale, fused)[0]
 
     yield Case("scaled weight", f"{rows} × {width}", lambda: (random(rows, width),), lambda weight: linear.scaled(weight, scale),
-               lambda weight: (weight * scale[None]).type_as(weight), 0.0, 4.0 * rows * width, exact=lambda weight: weight * scale.to(weight.dtype))
+               lambda weight: (weight * scale[None]).type_as(weight), 0.0, 4.0 * rows * width,
+               exact=lambda weight: weight * scale.to(weight.dtype))
     yield Case("gradients of a scaled weight", f"{rows} × {width}", lambda: (random(rows, width), random(rows, width)), gradient(True),
                gradient(False), 0.0, 10.0 * rows * width, exact=lambda product, weight: product * scale.to(product.dtype))
 
