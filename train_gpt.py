@@ -46,6 +46,7 @@ from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.residual import Addends, add_up, mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin
+from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from kernels.shared_rows import Term, share, share_twin
@@ -534,6 +535,10 @@ class GPT(nn.Module):
                              attention_gates, qkv_heads_twin, gated, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
         self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
+        if config.fused_residual and self.fp8_attention:                 # what FP8 products alone read is normed straight into FP8
+            self.part[norm_fork_twin] = norm_fork_fp8
+        if config.fused_residual and self.fp8_mlp and config.fp8_weight_grads:
+            self.part[mlp_input_twin] = mlp_input_fp8
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -642,9 +647,8 @@ class GPT(nn.Module):
             update, _ = scaled_linear(run[gated](y, gate), weight_out, scale_out, 0, into)
             if i == 0:
                 bigrams = self.received(exchanges.get("bigram_table"), self.bigram_scalars, run[share_twin])
-            x, normed_x = run[mlp_input_twin]((*streams[-1], update), bigrams[i], residuals[i])
-            fp8 = self.fp8_mlp, config.fp8_weight_grads
-            streams.append(run[mlp_twin](x, normed_x, *self.mlp_weights(i), *fp8))       # the kernel in bfloat16 writes over x
+            entering = run[mlp_input_twin]((*streams[-1], update), bigrams[i], residuals[i])     # the first of two is written over in bf16
+            streams.append(run[mlp_twin](*entering, *self.mlp_weights(i), self.fp8_mlp, config.fp8_weight_grads))
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None
@@ -1163,13 +1167,9 @@ def run(config: Config, world: World, started: float) -> None:
                 os.replace(f"{config.save}.part", config.save)
 
 
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run from a command line; returns the exit status. Expected failures end in one line, printed by rank 0."""
-    signal.signal(signal.SIGTERM, interrupt)                             # torchrun passes Ctrl-C on as this
+    signal.signal(signal.SIGTERM, signal.default_int_handler)            # torchrun passes Ctrl-C on as this
     rank = int(os.environ.get("RANK", 0))
     try:
         config = parse_config(sys.argv[1:] if argv is None else argv)

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import fp8_qkv, fp8_scales, linear, qkv, residual, shared_rows
+from kernels import fp8_qkv, fp8_scales, linear, qkv, residual, residual_fp8, shared_rows
 from kernels.bench_cases import Case, leaf, random
-from kernels.quantize import paired
+from kernels.quantize import normed_scale, paired, quantize
 
 LAYERS = 8
 
@@ -104,8 +104,8 @@ def into_the_mlp(enter: Callable, share: Callable = shared_rows.share_twin) -> C
     return run
 
 
-def out_of_the_mlp(out_grad: Tensor, norm_grad: Tensor, normed: Tensor, rms: Tensor, scales: Tensor, **tuned) -> Tensor:
-    return residual.residual_backward(out_grad, norm_grad, normed, rms, scales, **tuned)[0]
+def out_of_the_mlp(out_grad: Tensor, norm_grad: Tensor, kept: Tensor, rms: Tensor, scales: Tensor, **how) -> Tensor:
+    return residual.residual_backward(out_grad, norm_grad, kept, rms, scales, **how)[0]
 
 
 def out_of_the_mlp_twin(out_grad: Tensor, norm_grad: Tensor, normed: Tensor, rms: Tensor, scales: Tensor) -> Tensor:
@@ -168,6 +168,45 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
                        configs=shared_rows.CONFIGS)
 
 
+def fp8_residual_cases(width: int = 768) -> Iterator[Case]:
+    """What FP8 products read of the residual, and back from it: against the two kernels that make it by way of the norm in bf16."""
+    norm_scale = torch.tensor(normed_scale(width), device="cuda")
+
+    def inputs(n: int) -> tuple:
+        scales = torch.tensor(0.05, device="cuda"), torch.tensor([1.05, 0.95], device="cuda")
+        return *(random(n, width) for _ in range(3)), *scales
+
+    def of_tensors(function: Callable) -> Callable:
+        def run(x: Tensor, update: Tensor, rows: Tensor, row_scale: Tensor, scales: Tensor, **tuned) -> tuple[Tensor, ...]:
+            return function((x, update), shared_rows.Term(rows, row_scale), scales, **tuned)[:3]
+        return run
+
+    def two(*args) -> tuple[Tensor, ...]:
+        x, normed, _ = residual.residual(*args)
+        return x, *quantize(normed, norm_scale, in_pairs=True)
+
+    def exact(*args) -> tuple[Tensor, ...]:
+        x, normed = residual.mlp_input_twin(*args)
+        return x, normed / norm_scale, paired(normed.T / norm_scale)
+
+    def back_inputs(n: int) -> tuple:
+        rms, scales = torch.rand(n, device="cuda") + 0.5, torch.tensor([1.05, 0.95], device="cuda")
+        kept = scales[1] * rms[:, None] * residual.norm(random(n, width).float())
+        return random(n, width), random(n, width), kept.bfloat16(), rms, scales
+
+    def back_twin(out_grad: Tensor, norm_grad: Tensor, kept: Tensor, rms: Tensor, scales: Tensor) -> Tensor:
+        return out_of_the_mlp_twin(out_grad, norm_grad, kept / (scales[1] * rms[:, None]), rms, scales)
+
+    for n in (16384, 49152):
+        shape, one = f"{n} × {width}", 2.0 * n * width
+        yield Case("normed into FP8 both ways (against two kernels)", shape, partial(inputs, n), of_tensors(residual_fp8.residual_fp8),
+                   of_tensors(residual_fp8.residual_fp8_reference), 0.0, 5 * one, exact=of_tensors(exact), baseline=of_tensors(two),
+                   compile=False, configs=residual_fp8.CONFIGS)
+        yield Case("its gradient, from the sum (against from the norm)", shape, partial(back_inputs, n),
+                   partial(out_of_the_mlp, normed=False), back_twin, 0.0, 4 * one, baseline=out_of_the_mlp, compile=False,
+                   configs=residual.CONFIGS)
+
+
 def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterator[Case]:
     def gradient_inputs() -> tuple:
         return random(n, width), torch.tensor(0.01, device="cuda"), torch.tensor(9.0, device="cuda")
@@ -192,4 +231,4 @@ def scaled_weight_cases(rows: int = 1536, width: int = 768) -> Iterator[Case]:
                gradient(False), 0.0, 10.0 * rows * width, exact=lambda product, weight: product * scale.to(product.dtype))
 
 
-CASES = (heads_cases, fp8_gradient_cases, attention_inputs_cases, residual_cases, scales_cases, scaled_weight_cases)
+CASES = (heads_cases, fp8_gradient_cases, attention_inputs_cases, residual_cases, fp8_residual_cases, scales_cases, scaled_weight_cases)

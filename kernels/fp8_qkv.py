@@ -14,7 +14,7 @@ from kernels.fp8_linear import product, quantise
 from kernels.fp8_scales import gradient_scales, gradient_scales_twin
 from kernels.linear import weight_gradients
 from kernels.mlp import to_fp8
-from kernels.quantize import paired
+from kernels.quantize import Quantized, normed_scale, paired
 from kernels.qkv import heads_backward, heads_forward, qkv_heads_twin
 from kernels.shared_rows import Term, leave_heads
 from kernels.value_gate import value_mix, value_mix_backward
@@ -40,14 +40,15 @@ class FP8Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
                 value_gate: Tensor | None, count: int, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...],
-                into: Tensor | None, fused: bool, *_: Tensor) -> tuple[Tensor, ...]:
-        x_scale = torch.full((), x.size(1) ** 0.5 / torch.finfo(torch.float8_e4m3fn).max, device=x.device)
+                into: Tensor | None, fused: bool, x8: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
+        x_scale = torch.full((), normed_scale(x.size(1)), device=x.device)
         # Of any matrix's rows: its scale, and that times the learned one, with which the product alone is scaled.
         weight_scale, weight_scale_learned, _ = (gradient_scales if fused else gradient_scales_twin)(weight, scale, scale)
-        x8, x8_transposed = to_fp8(x, x_scale, fused, True, in_pairs=True)
+        columns = x8[0][:, :count].type_as(x) * normed_scale(x.size(1)) if x8 else x[:, :count].clone()
+        x8, x8_transposed = x8 or to_fp8(x, x_scale, fused, True, in_pairs=True)
         weight8, weight8_transposed = to_fp8(weight, weight_scale, fused, True)
         qkv = product(x8, weight8.T, x_scale, weight_scale_learned, fast=True).type_as(x)
-        columns, tables, form = x[:, :count].clone(), (cos, sin, is_start), (qk_dim, head_dim, key_offset)
+        tables, form = (cos, sin, is_start), (qk_dim, head_dim, key_offset)
         seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
         mix = value_mix(seen, value_row, value_gate) if fused and seen is not None else None
         ctx.save_for_backward(qkv, *tables, value_row, value_gate, mix, columns, x8_transposed, weight, weight8_transposed, scale,
@@ -81,24 +82,28 @@ class FP8Heads(torch.autograd.Function):
         of_product = product(transposed, x8_transposed.T, grad_scale, x_scale, fast=False)       # of s·W
         values = len(weight) - grads[2][0].numel()                       # from here on; Q and K, which are normed, do not depend on the scale
         of_weight = weight_gradients(ctx.into, of_product, weight, scale, ctx.fused, values)
-        return x_grad, *of_weight, None, None, None, row_grad, gate_grad, *[None] * (7 + len(ctx.left))
+        return x_grad, *of_weight, None, None, None, row_grad, gate_grad, *[None] * (8 + len(ctx.left))
+
+
+def apply(x: Tensor | Quantized, *arguments) -> tuple[Tensor, ...]:
+    x, *x8 = x if isinstance(x, Quantized) else (x,)
+    return FP8Heads.apply(x, *arguments, tuple(x8), *[term.rows for term in arguments[-3]])
 
 
 def fp8_qkv_heads_twin(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
                        value_gate: Tensor | None, count: int, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...] = (),
                        fp8: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Plain form of `fp8_qkv_heads`, in x's dtype, with terms from `share_twin`; with `fp8` its products alone are FP8, to compare the
-    kernels with, and terms from `share`."""
+    kernels with, terms from `share` and x may be a `Quantized`."""
     if fp8:
-        return FP8Heads.apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, terms,
-                              None, False, *[term.rows for term in terms])
+        return apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, terms, None, False)
     qkv, columns = F.linear(x, weight * scale), x[:, :count].clone()
     seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
     return *qkv_heads_twin(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, terms), columns
 
 
 def fp8_qkv_heads(
-    x: Tensor,  # (n, width) bf16, normed rows
+    x: Tensor | Quantized,  # (n, width) bf16, normed rows
     weight: Tensor,  # (heads (2 qk_dim + head_dim), width) like x: Q, K, V, each (out, in)
     scale: Tensor,  # 0-dim float32, learned: multiplies weight
     cos: Tensor,  # from here on to value_gate as `qkv_heads` takes it
@@ -113,9 +118,9 @@ def fp8_qkv_heads(
     terms: tuple[Term, ...] = (),  # as `qkv_heads` takes them
     into: Tensor | None = None,  # like weight: its gradient is added here, in place of being returned
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k (n, heads, qk_dim), v (n, heads, head_dim) and a copy of x's first columns (n, count), all contiguous, of x's dtype.
+    """q, k (n, heads, qk_dim), v (n, heads, head_dim) and a copy of x's first columns (n, count), all contiguous, of x's dtype;
+    of a `Quantized` x what FP8 left of them.
 
     n, width and the length of weight are multiples of 16. Gradients for x, weight, scale, value_row, value_gate and through terms.
     """
-    return FP8Heads.apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, terms, into,
-                          True, *[term.rows for term in terms])
+    return apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, terms, into, True)

@@ -5,6 +5,8 @@ Saturating; NaN stays NaN. Optionally raises `amax` to max |x|, from which the n
 49,152 × 3072: 0.156 ms (91% of the copy bandwidth), compiled PyTorch 0.247 ms. In `paired` order, 49,152 × 768, 0.040 ms.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,19 @@ from kernels.backend import check, tl, triton
 
 # (tile rows, tile columns, warps), best first, from kernels.bench --sweep; the first is used.
 CONFIGS = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8)]
+
+
+class Quantized(NamedTuple):
+    """Rows x of norm √width in FP8, where nobody wants them in bfloat16."""
+
+    stand_in: Tensor  # (n, width) of x's dtype, no numbers: autograd's name for x, to which its gradient goes
+    q: Tensor  # (n, width) float8_e4m3fn: x over `normed_scale`
+    transposed: Tensor  # (width, n), `paired`
+
+
+def normed_scale(width: int) -> float:
+    """e4m3's scale of rows whose root mean square is 1: their norm, √width, which no element passes, becomes its largest number."""
+    return width**0.5 / torch.finfo(torch.float8_e4m3fn).max
 
 
 def paired(x: Tensor) -> Tensor:
@@ -59,6 +74,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor | None]:
     """(q, qᵀ), both contiguous: (rows, columns) and (columns, rows) of `dtype`."""
     check(x.ndim == 2 and x.stride(1) == 1, "x", x, "(rows, columns) with contiguous rows")
+    check(not both or x.dtype != torch.float32 or x.shape[1] % 16 == 0 or not x.is_cuda, "x", x,
+          "in float32 of a multiple of 16 columns, or quantised one way: ptxas 12.8 loses what is stored byte by byte and packed as well")
     check(not in_pairs or both and len(x) % 16 == 0, "x", x, "of a multiple of 16 rows and quantised both ways, to be paired")
     for name, tensor in (("scale", scale), ("amax", amax)):
         check(tensor is None or tensor.numel() == 1 and tensor.dtype == torch.float32, name, tensor, "one float32")

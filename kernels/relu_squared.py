@@ -72,14 +72,20 @@ def relu_squared_backward_fp8_reference(grad: Tensor, w: Tensor, act: Tensor, sc
 
 
 @triton.jit
-def pairs(x, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows r and r + 8 of each 16 in FP8, as one row of 16-bit numbers (ROWS // 2, COLUMNS): a thread holds both, so nothing moves.
+def packed(low, high, dtype: tl.constexpr):
+    """Both in FP8, as one 16-bit number.
 
     Joined before the conversion, which takes two numbers at a time: those become one 16-bit number without further work.
     """
-    low, high = tl.split(tl.permute(tl.reshape(x, (ROWS // 16, 2, 8, COLUMNS)), (0, 2, 3, 1)))
     low, high = tl.split(tl.join(low, high).to(dtype).to(tl.uint8, bitcast=True))
-    return tl.reshape(low.to(tl.int16) | (high.to(tl.int16) << 8), (ROWS // 2, COLUMNS))
+    return low.to(tl.int16) | (high.to(tl.int16) << 8)
+
+
+@triton.jit
+def pairs(x, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows r and r + 8 of each 16 in FP8, as one row of 16-bit numbers (ROWS // 2, COLUMNS): a thread holds both, so nothing moves."""
+    low, high = tl.split(tl.permute(tl.reshape(x, (ROWS // 16, 2, 8, COLUMNS)), (0, 2, 3, 1)))
+    return tl.reshape(packed(low, high, dtype), (ROWS // 2, COLUMNS))
 
 
 @triton.jit

@@ -6,6 +6,7 @@ MLP keeps anyway, and one number a token: 3 tensors in, 1 out, where residual, a
 
 The rows' and each b's gradients are `kernels.shared_rows`'s; here a layer only leaves its addends' gradient behind for it.
 
+Where an FP8 MLP alone reads the norm, it is never written in bfloat16 (`kernels.residual_fp8`): backward then has y from c y.
 `norm_fork` is the same two kernels for norm(y) beside y = Σ addends: the gradients of both meet in the kernel. What an FP8 MLP gives
 is an addend too, not summed in a pass of its own. No atomics: all sums have one order, repeated runs are bit-equal. Times: README.md.
 """
@@ -43,19 +44,28 @@ def norm_fork_twin(addends: Addends) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
+def scaled_sum(addends, rows_ptr, a, b, start, at, inside):
+    """a (Σ addends + b row) in float32, of the elements `at` counted from `start`."""
+    y = tl.zeros(at.shape, tl.float32)
+    for i in tl.static_range(len(addends)):
+        y += tl.load(addends[i] + start + at, mask=inside, other=0.0).to(tl.float32)
+    if rows_ptr is not None:
+        y += b * tl.load(rows_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+    return a * y
+
+
+@triton.jit
 def residual_kernel(addends, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, norm_ptr, rms_ptr, n, width, eps,
                     ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     at, inside = row.to(tl.int64)[:, None] * width + column, (row < n)[:, None] & (column < width)
-    y, c = tl.zeros((ROWS, COLUMNS), tl.float32), 1.0
-    for i in tl.static_range(len(addends)):
-        y += tl.load(addends[i] + at, mask=inside, other=0.0).to(tl.float32)
+    a, b, c = 1.0, 0.0, 1.0
     if rows_ptr is not None:
-        y += tl.load(rows_scale_ptr) * tl.load(rows_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(rows_scale_ptr)
     if scales_ptr is not None:
-        y *= tl.load(scales_ptr)
-        c = tl.load(scales_ptr + 1)
+        a, c = tl.load(scales_ptr), tl.load(scales_ptr + 1)
+    y = scaled_sum(addends, rows_ptr, a, b, 0, at, inside)
     if out_ptr is not None:
         tl.store(out_ptr + at, (c * y).to(out_ptr.dtype.element_ty), mask=inside)
     rms = tl.sqrt(tl.sum(y * y, axis=1) / width + eps)
@@ -64,8 +74,8 @@ def residual_kernel(addends, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, norm
 
 
 @triton.jit
-def residual_backward_kernel(out_grad_ptr, norm_grad_ptr, norm_ptr, rms_ptr, scales_ptr, grad_ptr, sums_ptr, n, width,
-                             ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr):
+def residual_backward_kernel(out_grad_ptr, norm_grad_ptr, kept_ptr, rms_ptr, scales_ptr, grad_ptr, sums_ptr, n, width,
+                             NORMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr):
     a, c = 1.0, 1.0
     if scales_ptr is not None:
         a, c = tl.load(scales_ptr), tl.load(scales_ptr + 1)
@@ -74,10 +84,12 @@ def residual_backward_kernel(out_grad_ptr, norm_grad_ptr, norm_ptr, rms_ptr, sca
     for tile in range(tl.program_id(0), tl.cdiv(n, ROWS), PROGRAMS):
         row = tile * ROWS + tl.arange(0, ROWS)
         at, inside = row.to(tl.int64)[:, None] * width + column, (row < n)[:, None] & (column < width)
-        normed = tl.load(norm_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        normed = tl.load(kept_ptr + at, mask=inside, other=0.0).to(tl.float32)
         norm_grad = tl.load(norm_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         out_grad = tl.load(out_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         rms = tl.load(rms_ptr + row, mask=row < n, other=1.0)[:, None]
+        if not NORMED:                                                   # c y: where c is 0 it says nothing of y, which is taken for 0
+            normed *= 1 / tl.where(tl.abs(c * rms) < 1e-30, float("inf"), c * rms)
         along = tl.sum(norm_grad * normed, axis=1)[:, None] / width
         grad = c * out_grad + (norm_grad - along * normed) / rms         # of y
         tl.store(grad_ptr + at, (a * grad).to(grad_ptr.dtype.element_ty), mask=inside)
@@ -99,14 +111,20 @@ def _check(x: Tensor, scales: Tensor | None, **others: Tensor | None) -> None:
           "two float32")
 
 
-def residual(addends: Addends, term: Term | None = None, scales: Tensor | None = None,
-             tuned: tuple[int, int, int] | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
-    """c y and norm(y), like an addend, and rms(y) (n,) float32; c y is None where it is the only addend itself."""
+def check_addends(addends: Addends, term: Term | None, scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The rows of `term` and their scale."""
     (x, *updates), (rows, b) = addends, (None, None) if term is None else term[:2]
     _check(x, scales, rows=rows, **{f"addends[{i}]": update for i, update in enumerate(updates, 1)})
     check(b is None or b.numel() == 1 and b.dtype == torch.float32, "scale", b, "one float32")
+    return rows, b
+
+
+def residual(addends: Addends, term: Term | None = None, scales: Tensor | None = None,
+             tuned: tuple[int, int, int] | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
+    """c y and norm(y), like an addend, and rms(y) (n,) float32; c y is None where it is the only addend itself."""
+    (rows, b), x = check_addends(addends, term, scales), addends[0]
     (n, width), (tile, warps, _) = x.shape, tuned or CONFIGS[0]
-    out = torch.empty_like(x) if updates or term or scales is not None else None
+    out = torch.empty_like(x) if addends[1:] or term or scales is not None else None
     normed, rms = torch.empty_like(x), x.new_empty(n, dtype=torch.float32)
     if x.numel():
         residual_kernel[triton.cdiv(n, tile),](tuple(addends), rows, b, scales, out, normed, rms, n, width, EPS, ROWS=tile,
@@ -114,18 +132,21 @@ def residual(addends: Addends, term: Term | None = None, scales: Tensor | None =
     return out, normed, rms
 
 
-def residual_backward(out_grad: Tensor, norm_grad: Tensor, normed: Tensor, rms: Tensor, scales: Tensor | None = None,
-                      tuned: tuple[int, int, int] | None = None) -> tuple[Tensor, Tensor | None]:
-    """The gradient of each addend, like `normed` (n, width), and that of `scales`, (2,) float32, if given."""
+def residual_backward(out_grad: Tensor, norm_grad: Tensor, kept: Tensor, rms: Tensor, scales: Tensor | None = None,
+                      tuned: tuple[int, int, int] | None = None, normed: bool = True) -> tuple[Tensor, Tensor | None]:
+    """The gradient of each addend, like `kept` (n, width), and that of `scales`, (2,) float32, if given.
+
+    `kept`: norm(y), or, with `normed` False, c y, of which a c of 0 leaves nothing: that of y is then as if y were 0, and c has none.
+    """
     out_grad, norm_grad = out_grad.contiguous(), norm_grad.contiguous()
-    _check(normed, scales, out_grad=out_grad, norm_grad=norm_grad)
-    (n, width), (tile, warps, programs) = normed.shape, tuned or CONFIGS[0]
-    programs *= torch.cuda.get_device_properties(normed.device).multi_processor_count if normed.is_cuda else 1
+    _check(kept, scales, out_grad=out_grad, norm_grad=norm_grad)
+    (n, width), (tile, warps, programs) = kept.shape, tuned or CONFIGS[0]
+    programs *= torch.cuda.get_device_properties(kept.device).multi_processor_count if kept.is_cuda else 1
     programs = min(programs, triton.cdiv(n, tile))
-    grad = torch.empty_like(normed)
+    grad = torch.empty_like(kept)
     sums = None if scales is None else scales.new_empty(programs, 2)
-    if normed.numel():
-        residual_backward_kernel[programs,](out_grad, norm_grad, normed, rms, scales, grad, sums, n, width, ROWS=tile,
+    if kept.numel():
+        residual_backward_kernel[programs,](out_grad, norm_grad, kept, rms, scales, grad, sums, n, width, NORMED=normed, ROWS=tile,
                                             COLUMNS=triton.next_power_of_2(width), PROGRAMS=programs, num_warps=warps)
     return grad, None if sums is None else sums.sum(0)
 

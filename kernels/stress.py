@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels import (
-    cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, linear, mlp, newton_schulz, qkv, quantize, residual, row_adam, shared_rows, symmetric,
-    transpose)
+    cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, linear, mlp, newton_schulz, qkv, quantize, residual, residual_fp8, row_adam,
+    shared_rows, symmetric, transpose)
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -127,6 +127,23 @@ def hidden() -> Iterator[tuple[str, Callable]]:
             yield f"mlp {name} {tokens} × {width} × {units}", both
 
 
+def normed_into_fp8() -> Iterator[tuple[str, Callable]]:
+    """Layers whose MLPs and attention read FP8 alone: of one, two and three addends, with rows and without."""
+    scales, row_scales = torch.tensor([0.9, 1.1], device=DEVICE).requires_grad_(), torch.rand(2, device=DEVICE).requires_grad_()
+    for n, width, units in ((16, 16, 16), (48, 80, 272), (304, 768, 144)):
+        x, rows, w_in, w_out = (random(m, width).requires_grad_() for m in (n, n, units, units))
+
+        def both(x=x, rows=rows, weights=(w_in, w_out)):
+            addends = x,
+            for term in (*shared_rows.share(rows, row_scales), None):
+                _, y = residual_fp8.norm_fork_fp8(addends)
+                addends = mlp.mlp(*residual_fp8.mlp_input_fp8((y, x), term, scales), *weights, True, True)
+            return torch.autograd.grad(addends, (x, rows, *weights, scales, row_scales), (x, x))
+        yield f"layers normed into FP8 {n} × {width} × {units}", both
+        for tuned in residual_fp8.CONFIGS:
+            yield f"residual in FP8 {n} × {width} {tuned}", lambda x=x, t=tuned: residual_fp8.residual_fp8((x, x), None, scales, t)
+
+
 def heads() -> Iterator[tuple[str, Callable]]:
     b = torch.tensor([0.5], device=DEVICE).requires_grad_()
     for n, count, qk_dim, head_dim in ((1, 1, 16, 16), (37, 6, 128, 128), (21, 4, 64, 32), (37, 6, 64, 128)):
@@ -201,7 +218,7 @@ def movers() -> Iterator[tuple[str, Callable]]:
 def launch_each(times: int = 2) -> int:
     """Launch every kernel on small shapes, most no multiple of a tile; returns how many gave something that is not finite."""
     failed = 0
-    for group in (products, losses, hidden, heads, fp8_heads, residuals, movers):
+    for group in (products, losses, hidden, normed_into_fp8, heads, fp8_heads, residuals, movers):
         for name, call in group():
             for _ in range(times):
                 out = call()

@@ -32,6 +32,8 @@ from kernels.relu_squared import (
     relu_squared_backward_reference, relu_squared_fp8, relu_squared_fp8_reference, relu_squared_reference)
 from kernels.residual import (
     CONFIGS, add_up, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward)
+from kernels.residual_fp8 import CONFIGS as RESIDUAL_FP8_CONFIGS
+from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8, residual_fp8, residual_fp8_reference
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from kernels.shared_rows import CONFIGS as SHARED_CONFIGS
@@ -954,7 +956,8 @@ def test_qkvs_gradient_in_fp8_both_ways(n, heads, dims, key_offset, monkeypatch)
         grad8, *same, transposed = heads_backward(*grads, *tensors, *dims, key_offset, tuned, scale)
         assert grad8.dtype == transposed.dtype == torch.float8_e5m2 and grad8.shape == inputs[0].shape
         assert same_bits(transposed, paired(grad8.T)) and error(grad8.float(), plain[0].double()) < 0.15     # the interpreter's rounding
-        assert all(map(torch.equal, others, same))
+        for a, b in zip(others, same):                                   # sums in another order, but for the interpreter
+            assert torch.equal(a, b) if DEVICE == "cpu" else error(b, a.double()) < 1e-3
     monkeypatch.undo()
     if DEVICE == "cuda":
         assert error(grad8.float(), quantise(grad, scale, torch.float8_e5m2).double()) < 0.02
@@ -1022,7 +1025,7 @@ def test_fp8_qkv_heads_add_their_weights_gradient_where_they_are_told():
     out = fp8_qkv_heads(*leaves, *tensors[3:], 12, 16, 32, True, (), into)
     added = torch.autograd.grad(out, leaves, [g.type_as(x) for g in grads], allow_unused=True)
     assert added[1] is None and torch.equal(added[0], returned[0]) and torch.equal(added[2], returned[2])
-    torch.testing.assert_close(into, 1 + returned[1])
+    assert error(into, 1 + returned[1].double()) < torch.finfo(into.dtype).eps
 
 
 @pytest.mark.parametrize("value", [False, True])
@@ -1130,6 +1133,144 @@ def test_residual_kernels_in_every_configuration(tuned):
             results.append([out, normed, rms, *residual_backward(out_grad, norm_grad, normed, rms, args[2], tuned=config)])
         for first, other in zip(*results):
             assert first is other is None or error(other, first.double()) < (1e-6 if DEVICE == "cpu" else 1e-2)
+
+
+@pytest.mark.parametrize("c", [1.3, -0.7, 0.0])
+@pytest.mark.parametrize("tuned", CONFIGS)
+def test_residual_backward_from_the_sum_is_that_from_the_norm(tuned, c):
+    """With c = 0 the sum says nothing: the gradients are finite, as if y were 0."""
+    x, out_grad, norm_grad = (random(21, 40) for _ in range(3))
+    scales = torch.tensor([0.9, c], device=DEVICE)
+    out, normed, rms = residual((x, 3 * x), None, scales)
+    wanted, scale_grads = residual_backward(out_grad, norm_grad, normed, rms, scales, tuned)
+    found, its_scale_grads = residual_backward(out_grad, norm_grad, out, rms, scales, tuned, normed=False)
+    if c:
+        tolerance = 1e-6 if DEVICE == "cpu" else 1e-2
+        assert error(found, wanted.double()) < tolerance and error(its_scale_grads, scale_grads.double()) < 100 * tolerance
+    else:
+        torch.testing.assert_close(found, (0.9 * norm_grad / rms[:, None]).type_as(x))
+        assert its_scale_grads.eq(0).all()
+
+
+def ordered(codes: torch.Tensor) -> torch.Tensor:
+    """FP8 numbers, as integers in their order: neighbours differ by 1, and the zeros not at all."""
+    bits = codes.view(torch.int8).int()
+    return torch.where(bits < 0, -(bits & 127), bits)
+
+
+@pytest.mark.parametrize("form", ["sum", "scaled", "scaled, with rows"])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("n, width", [(16, 40), (48, 768), (1040, 272)])
+def test_residual_in_fp8_both_ways(n, width, count, form, monkeypatch):
+    """Bit for bit what the same float32 numbers quantise to; on a GPU, where sums of products are fused, all but one code in 1,000."""
+    addends, scale = tuple(random(n, width) for _ in range(count)), width ** 0.5 / 448
+    term = Term(random(n, width), torch.tensor(0.3, device=DEVICE)) if "rows" in form else None
+    scales = None if form == "sum" else torch.tensor([0.9, -1.2], device=DEVICE)
+    addends[0][5] = 0
+    addends[0][7, 3] = 1e4                                               # so that one element is nearly the norm of its row
+    exact_term = term and Term(term.rows.double(), term.scale.double())
+    exact = residual_fp8_reference(tuple(double(addends)), exact_term, None if scales is None else scales.double())
+    a, c = (1, 1) if scales is None else scales
+    y = sum((x.float() for x in addends), torch.zeros((), device=DEVICE))
+    y = a * (y if term is None else y + term.scale * term.rows.float())
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(float("nan")))
+    for tuned in RESIDUAL_FP8_CONFIGS if width == 272 and term else (None,):
+        x, q, transposed, rms = found = residual_fp8(addends, term, scales, tuned)
+        normed, one = y * (1 / scale / rms)[:, None], torch.ones((), device=DEVICE)
+        wanted = (quantize if DEVICE == "cpu" else quantize_reference)(normed, one)[0]
+        if count == 1 and scales is None:
+            assert x is None
+        else:
+            assert x.is_contiguous() and x.dtype == addends[0].dtype and error(x, exact[0]) < torch.finfo(x.dtype).eps
+            assert DEVICE == "cuda" or torch.equal(x, (c * y).type_as(x))
+        assert q.is_contiguous() and transposed.is_contiguous() and q.dtype == transposed.dtype == torch.float8_e4m3fn
+        assert same_bits(transposed, paired(q.T)) and q[7].float().abs().max() == 448
+        apart = (ordered(q) - ordered(wanted)).abs()
+        assert apart.max() <= 1 and apart.count_nonzero() <= 1e-3 * q.numel()
+        assert error(q, exact[1].double()) < (0.01 if DEVICE == "cuda" else 0.15)                 # the interpreter's rounding
+        assert (rms.double() - (y.double().square().mean(1) + torch.finfo(torch.float32).eps).sqrt()).abs().max() < 1e-3
+        again = residual_fp8(addends, term, scales, tuned)
+        assert all(x is y or same_bits(x, y) for x, y in zip(found, again))
+
+
+def test_residual_in_fp8_refuses_what_it_cannot_do():
+    x, two = random(32, 48), torch.ones(2, device=DEVICE)
+    for name, call in (("x", lambda: residual_fp8((x[:24],), None, two)), ("scales", lambda: residual_fp8((x,), None, two[:1])),
+                       (r"addends\[1\]", lambda: residual_fp8((x, x[:16]), None, two))):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            call()
+    assert [len(out) for out in residual_fp8((x[:0],), None, two)] == [0, 0, 48, 0]
+    x, normed = mlp_input_fp8((x,), None, two)
+    with pytest.raises(ValueError, match="must be in bfloat16"):
+        mlp(x, normed, random(64, 48), random(64, 48), True, False)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="what is refused is ptxas's fault")
+def test_quantize_refuses_what_ptxas_gets_wrong():
+    x, one = random(16, 40).float(), torch.ones((), device=DEVICE)
+    with pytest.raises(ValueError, match="multiple of 16 columns"):
+        quantize(x, one)
+    assert same_bits(quantize(x, one, both=False)[0], quantize_reference(x, one)[0])
+
+
+def two_layers(function, x, updates: list, rows, scales, row_scales, weights: list, grad, twin: bool = False) -> list[torch.Tensor]:
+    """From the first layer's attention on: the stream after the second, and all gradients; `rows` None: no rows.
+
+    The first has one addend, or two; the second these two and its update.
+    """
+    leaves = [t.detach().clone().requires_grad_() for t in (x, *updates, *weights, scales, row_scales, rows) if t is not None]
+    x, first, second, *weights, scales, row_scales = leaves[:len(leaves) - (rows is not None)]
+    terms = [None] * 2 if rows is None else (share_twin if twin else share)(1 * leaves[-1], row_scales)
+    addends = function((x, first), terms[0], scales[0], *weights[:2])
+    out = add_up(function((*addends, second), terms[1], scales[1], *weights[2:]))
+    wanted = [leaf for leaf in leaves if leaf is not row_scales or rows is not None]
+    return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(out.dtype))]
+
+
+@pytest.mark.parametrize("n, with_rows", [(16, True), (48, False), (1040, True)])
+def test_mlp_whose_input_is_normed_into_fp8(n, with_rows):
+    """Result and gradients at most twice as far from float64 as by way of the norm in bfloat16, on a CPU nearly these; and repeated."""
+    width, hidden = 80, 96
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    x, first, second, rows, grad = (random(n, width, dtype=dtype) for _ in range(5))
+    weights = [random(hidden, width, dtype=dtype) * size for size in (0.05, 0.1) * 2]
+    grad *= torch.logspace(-6, 0, n, 2, device=DEVICE)[:, None]
+    scales, row_scales = torch.tensor([[0.9, 1.2], [1.1, -0.8]], device=DEVICE), torch.tensor([0.3, 0.5], device=DEVICE)
+    inputs = [x, [first, second], rows if with_rows else None, scales, row_scales, weights, grad]
+    exact = two_layers(lambda *args: mlp_twin(*mlp_input_twin(*args[:3]), *args[3:], False),
+                       *(double(t) if isinstance(t, list) else None if t is None else t.double() for t in inputs), twin=True)
+    two, one, again = (two_layers(lambda *args, enter=enter: mlp(*enter(*args[:3]), *args[3:], True, True), *inputs)
+                       for enter in (mlp_input, mlp_input_fp8, mlp_input_fp8))
+    for ours, theirs, wanted in zip(one, two, exact, strict=True):
+        assert_as_exact_as_pytorch(ours, theirs, wanted, 0.1 if wanted.numel() < 10 else 1e-7)       # scales': right by luck
+        assert DEVICE == "cuda" or error(ours, theirs.double()) < 1e-3
+    assert all(map(torch.equal, one, again))
+
+
+def test_what_an_fp8_mlp_keeps_nobody_writes_over_unnoticed():
+    x, weight, scales = random(16, 32).requires_grad_(), random(48, 32), torch.ones(2, device=DEVICE)
+    stream, out = mlp(*mlp_input_fp8((x,), None, scales), weight, weight, True, True)
+    stream.detach().add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_attention_inputs_normed_into_fp8(count):
+    """Two layers read one norm; as by way of the norm in bfloat16, but for its first columns and v, whose gates see them in FP8."""
+    dims = 16, 32
+    tensors, grads = fp8_heads_inputs(112, 2, dims, True)
+    addends, results = [x * 3 for x in (tensors[0], tensors[0].flip(0))[:count]], []
+    for fork in (norm_fork, norm_fork_fp8):
+        leaves = [x.detach().clone().requires_grad_() for x in (*addends, tensors[1])]
+        normed, x = fork(tuple(leaves[:count]))
+        outs = [fp8_qkv_heads(normed, leaves[-1], scale, *tensors[3:], 12, *dims, True) for scale in (tensors[2], 2 * tensors[2])]
+        outs, wanted = [*outs[0], *outs[1], x], [*grads, *grads, x.detach()]
+        results.append([out.detach() for out in outs] + list(torch.autograd.grad(outs, leaves, [g.to(o) for g, o in zip(wanted, outs)])))
+    for i, (plain, ours) in enumerate(zip(*results, strict=True)):
+        limits = (0.05, 0.02) if DEVICE == "cuda" else (0.15, 2e-3)      # the interpreter's rounding is poor
+        assert ours.dtype == plain.dtype and error(ours, plain.double()) < limits[i not in (2, 3, 6, 7)], i
 
 
 @pytest.mark.parametrize("tuned", SHARED_CONFIGS)
@@ -1352,7 +1493,7 @@ def test_elementwise_kernels_on_more_than_2_to_the_31_elements():
     del out
     is_start = torch.arange(rows, device=DEVICE) % 1000 == 0
     cos, sin = (torch.rand(rows, 32, device=DEVICE) for _ in range(2))
-    *ours, grad, _, _ = *heads_forward(x, cos, sin, is_start, None, None, 128, 128, True), *heads_backward(
+    *ours, grad, _, _, _ = *heads_forward(x, cos, sin, is_start, None, None, 128, 128, True), *heads_backward(
         *[x.view(3, rows, -1, 128)[0]] * 3, x, cos, sin, is_start, None, None, 128, 128, True)
     few = [x[last], cos[last], sin[last], is_start[last], None, None, 128, 128, True]
     for a, b in zip(ours, heads_forward(*few)):

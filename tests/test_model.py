@@ -14,6 +14,8 @@ from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.linear import scaled_linear, scaled_linear_reference
 from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.quantize import quantize_reference
+from kernels.residual import mlp_input_twin, norm_fork_twin
+from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8
 from kernels.rotary import rotary_tables, rotate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -306,6 +308,39 @@ def test_the_mlp_is_told_whether_its_weights_gradients_are_fp8(config, fp8_weigh
     assert set(told) == {(True, fp8_weight_grads)}
 
 
+NORMED_IN_FP8 = {mlp.mlp_twin: mlp.mlp, mlp_input_twin: mlp_input_fp8, norm_fork_twin: norm_fork_fp8}
+
+
+def test_a_model_without_norms_in_bf16_has_nearly_its_gradients(trainer, monkeypatch):
+    """Of every parameter: what attention and MLPs read is in FP8 alone, in place of in FP8 as well."""
+    model, results = trainer.model, []
+    if DEVICE.type == "cpu":                                             # the interpreter's rounding is poor
+        monkeypatch.setattr(mlp, "quantize", lambda x, scale, both, in_pairs: quantize_reference(x, scale, in_pairs=in_pairs))
+    awake(model)
+    batch, step = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE), trainer.schedule.at(0)
+    model.fp8_mlp = model.fp8_attention = True                           # as on a GPU
+    plain = model.part | train_gpt.KERNELS["fused_residual"] | train_gpt.KERNELS["fused_qkv"]
+    for parts in ({mlp.mlp_twin: mlp.mlp}, NORMED_IN_FP8):
+        model.part = plain | parts
+        model.zero_grad(set_to_none=False)
+        loss, _ = model(batch, step)
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+    for (name, _), two, one in zip([("loss", None), *model.named_parameters()], *results, strict=True):
+        assert F.cosine_similarity(one.flatten().double(), two.flatten().double(), dim=0) > 0.98, name
+
+
+@pytest.mark.parametrize("off, wanted", [("", (True, True)), ("fused_residual", (False, False)), ("fp8_attention", (False, True)),
+                                         ("fp8_weight_grads", (True, False)), ("fp8_mlp", (True, False))])
+def test_what_fp8_products_alone_read_is_normed_into_fp8(config, off, wanted, monkeypatch):
+    on_a_gpu = train_gpt.compiled
+    for name in ("has_fp8", "has_mlp"):
+        monkeypatch.setattr(train_gpt, name, lambda device: True)
+    monkeypatch.setattr(train_gpt, "compiled", lambda config, device, *functions: on_a_gpu(config, torch.device("cuda"), *functions))
+    model = train_gpt.GPT(replace(config, compile=False, **{off: False} if off else {}), train_gpt.World())
+    assert (model.part[norm_fork_twin] is norm_fork_fp8, model.part[mlp_input_twin] is mlp_input_fp8) == wanted
+
+
 @pytest.mark.parametrize("setting", [None, "fp8", "fused_qkv", "fp8_attention"])
 def test_fp8_attention_needs_fp8_and_its_kernels(config, setting, monkeypatch):
     on_a_gpu = train_gpt.compiled
@@ -445,13 +480,18 @@ def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
             assert (other - twin).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * twin.norm(), name
 
 
-@pytest.mark.parametrize("parts", [{}, {mlp.mlp_twin: unsummed_mlp}], ids=["summed", "unsummed"])
-@pytest.mark.parametrize("kernels", [False, True])
+UNSUMMED = {mlp.mlp_twin: unsummed_mlp}
+
+
+@pytest.mark.parametrize("parts, kernels", [({}, False), ({}, True), (UNSUMMED, False), (UNSUMMED, True), (NORMED_IN_FP8, True)],
+                         ids=["twins", "kernels", "unsummed twins", "unsummed", "FP8"])
 def test_gradients_are_complete_behind_what_a_layer_reads(trainer, parts, kernels):
     """Of a layer and of all later ones, and that of the layer before has not begun."""
     model, later = trainer.model, {}
     awake(model)
-    model.part = model.part | parts | (train_gpt.KERNELS["fused_residual"] if kernels else {})
+    model.part = model.part | parts | (train_gpt.KERNELS["fused_residual"] | parts if kernels else {})
+    if parts is NORMED_IN_FP8:
+        model.fp8_mlp = model.fp8_attention = True
     banks = [[model.bank[i], *model.mlp_weights(i)] for i in range(len(model.config.layers))]
 
     def reached(layer: int, x: torch.Tensor | None) -> None:
