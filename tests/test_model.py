@@ -327,7 +327,7 @@ def test_a_model_without_norms_in_bf16_has_nearly_its_gradients(trainer, monkeyp
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     for (name, _), two, one in zip([("loss", None), *model.named_parameters()], *results, strict=True):
-        assert F.cosine_similarity(one.flatten().double(), two.flatten().double(), dim=0) > 0.98, name
+        assert torch.equal(one, two) or F.cosine_similarity(one.flatten().double(), two.flatten().double(), dim=0) > 0.98, name
 
 
 @pytest.mark.parametrize("off, wanted", [("", (True, True)), ("fused_residual", (False, False)), ("fp8_attention", (False, True)),
