@@ -26,7 +26,6 @@ PROCESS_START = time.time()
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data import embedded
@@ -40,7 +39,7 @@ from kernels.embedding import Sorted, embedding, embedding_twin, sort_beside
 from kernels.fp8_linear import has_fp8
 from kernels.fp8_qkv import fp8_qkv_heads
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
-from kernels.linear import scaled_linear
+from kernels.linear import scaled_linear, scaled_weight
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
@@ -119,11 +118,11 @@ class Config:
     rotary_share: float = 0.5           # of each query and key has a position, the rest has none
     rotary_base: float = 1024.0
     attention_scale: float = 0.15
-    gate_channels: int = 12             # of a token's vector that its gates see
+    gate_channels: int = 12             # that a gate sees: of a token's vector, or half of them of its value row
     bigram_rows: int = 1_509_120        # rows of the hashed (previous, current) table; 0: no table
     trigram_rows: int = 16_777_216      # of the hashed table of a token and the two before it, as wide as a head; 0: no table
     value_embeddings: bool = True
-    attention_gates: bool = True
+    mlp_scalars: bool = True            # learned, one a layer; those of attention, of Q, K, V and of O, always are
     smear: bool = True                  # each token's embedding adds a gated share of the previous one's
     key_offset: bool = True             # long windows: the position-free half of K comes from the token before
     backout: bool = True
@@ -447,20 +446,6 @@ def ngram_index(tokens: Tensor, is_start: Tensor, length: int, count: int) -> Te
     return (index if length == 2 else index ^ previous(before, is_start) * 2_654_435_761) % count
 
 
-def attention_gates(columns: Tensor, gate: Tensor | None, value_channels: int | None) -> tuple[Tensor | None, Tensor | None]:
-    """The gates of the heads (n, heads, 1) and what the value's gates see (n, value_channels).
-
-    `columns` (n, gate_channels) are the first of the normed residual that attention reads.
-    """
-    seen = None if value_channels is None else columns[:, :value_channels].clone()       # no view: both gradients are added in here
-    return None if gate is None else torch.sigmoid(F.linear(columns, gate.type_as(columns)))[..., None], seen
-
-
-def gated(y: Tensor, gate: Tensor | None) -> Tensor:
-    """What O projects (n, width) of the heads y (n, heads, head_dim)."""
-    return (y if gate is None else y * gate).flatten(1)
-
-
 def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
     """What the head sees (n, width): the normed residual, less a share of an earlier layer's output."""
     return norm(add_up(last) if early is None else add_up(last) - backout * add_up(early))
@@ -523,16 +508,16 @@ class GPT(nn.Module):
         self.bigram_table = table(config.bigram_rows, width // world.size) if config.bigram_rows else None     # this rank's columns
         self.trigram_table = table(config.trigram_rows, config.head_dim // world.size) if config.trigram_rows else None
         self.attention_scalars = small(len(layers), 2)                   # of Q, K, V and of O
+        self.mlp_scalars = small(len(layers)) if config.mlp_scalars else None    # of MLP-out
         self.residual_scalars = small(len(layers), 2)                    # of the two sub-layers
         self.bigram_scalars = small(len(layers))
         self.trigram_scalars = small(len(layers)) if config.trigram_rows else None
         self.scalars = small(2)                                          # smear, backout
         self.smear_gate = small(config.gate_channels) if config.smear else None
-        self.attention_gates = small(len(layers), heads, config.gate_channels) if config.attention_gates else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
         self.part = compiled(config, device, whole_rows, parts_of_rows, embed, ngram_index, embedding_twin, share_twin, norm_fork_twin,
-                             attention_gates, qkv_heads_twin, gated, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
+                             qkv_heads_twin, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
         self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
         if config.fused_residual and self.fp8_attention:                 # what FP8 products alone read is normed straight into FP8
@@ -562,6 +547,8 @@ class GPT(nn.Module):
         self.bigram_scalars.fill_(0.05 / growth)
         if self.trigram_scalars is not None:
             self.trigram_scalars.fill_(0.05)
+        if self.mlp_scalars is not None:
+            self.mlp_scalars.fill_(1.0)
         self.scalars.copy_(torch.tensor([0.0, 0.5]))
 
     def hashed(self) -> dict[str, tuple[int, nn.Parameter]]:
@@ -581,12 +568,13 @@ class GPT(nn.Module):
         return others + sum(p.numel() for p in self.parameters())
 
     def mlp_weights(self, layer: int) -> tuple[Tensor, Tensor]:
-        first = len(self.config.layers) + 2 * layer
-        return self.bank[first], self.bank[first + 1]
+        """MLP-in and MLP-out, the latter by its learned scale."""
+        w_in, w_out = self.bank[len(self.config.layers) + 2 * layer:][:2]
+        return w_in, w_out if self.mlp_scalars is None else scaled_weight(w_out, self.mlp_scalars[layer], gradient(w_out))
 
-    def heads(self, layer: Layer, x: Tensor, weight: Tensor, scale: Tensor, gate: Tensor | None, positions: tuple[Tensor, ...],
-              value_row: Tensor | None, value_gate: Tensor | None, term: Term | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """q, k (n, heads, qk_dim), v (n, heads, head_dim) and the heads' gates (n, heads, 1), from the normed residual x (n, width).
+    def heads(self, layer: Layer, x: Tensor, weight: Tensor, scale: Tensor, positions: tuple[Tensor, ...], value_row: Tensor | None,
+              value_gate: Tensor | None, term: Term | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k (n, heads, qk_dim) and v (n, heads, head_dim), from the normed residual x (n, width).
 
         `positions`: cos, sin (n, r) and where sequences start (n,). `term`: rows (n, head_dim) added to the first head's values.
         """
@@ -594,11 +582,9 @@ class GPT(nn.Module):
         form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window, () if term is None else (term,)
         weight, into = weight[:-config.width], gradient(weight)[:-config.width]
         if self.fp8_attention:
-            *qkv, columns = fp8_qkv_heads(x, weight, scale, *positions, value_row, value_gate, config.gate_channels, *form, into)
-            return *qkv, run[attention_gates](columns, gate, None)[0]
-        qkv, columns = scaled_linear(x, weight, scale, config.gate_channels, into)
-        gate, seen = run[attention_gates](columns, gate, None if value_row is None else config.gate_channels // 2)
-        return *run[qkv_heads_twin](qkv, *positions, seen, value_row, value_gate, *form), gate
+            return fp8_qkv_heads(x, weight, scale, *positions, value_row, value_gate, *form, into)
+        qkv, columns = scaled_linear(x, weight, scale, 0 if value_row is None else config.gate_channels // 2, into)
+        return run[qkv_heads_twin](qkv, *positions, None if value_row is None else columns, value_row, value_gate, *form)
 
     def received(self, exchange: ColumnExchange | None, scales: Tensor | None, share: Callable) -> list[Term | None]:
         """What each layer adds of a hashed table's rows. They travel until the first layer asks for them; so may their gradients."""
@@ -617,7 +603,6 @@ class GPT(nn.Module):
         positions = cos[:n], sin[:n], is_start
         smear, backout = self.scalars.unbind()
         scales, residuals, value_gates = (x.unbind() for x in (self.attention_scalars, self.residual_scalars, self.value_gates))
-        gates = [None] * len(scales) if self.attention_gates is None else self.attention_gates.unbind()
 
         sort = sort_beside if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
         by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
@@ -640,11 +625,11 @@ class GPT(nn.Module):
                 with_heads = share if self.fp8_attention or run[qkv_heads_twin] is qkv_heads else share_twin
                 trigrams = self.received(exchanges.get("trigram_table"), self.trigram_scalars, with_heads)
             value = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-            q, k, values, gate = self.heads(layer, normed[source], self.bank[i], scale_qkv, gates[i], positions, *value, trigrams[i])
+            q, k, values = self.heads(layer, normed[source], self.bank[i], scale_qkv, positions, *value, trigrams[i])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             weight_out, into = (matrix[-config.width:] for matrix in (self.bank[i], gradient(self.bank[i])))
-            update, _ = scaled_linear(run[gated](y, gate), weight_out, scale_out, 0, into)
+            update, _ = scaled_linear(y.flatten(1), weight_out, scale_out, 0, into)
             if i == 0:
                 bigrams = self.received(exchanges.get("bigram_table"), self.bigram_scalars, run[share_twin])
             entering = run[mlp_input_twin]((*streams[-1], update), bigrams[i], residuals[i])     # the first of two is written over in bf16
@@ -714,11 +699,11 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
     groups = [
         # name, parameters                                              first use   lr    betas          decay
-        small("scalars", [model.attention_scalars, model.bigram_scalars, model.trigram_scalars,
-                          model.scalars],                                           5.0,  (0.90, 0.99)),
+        small("scalars", [model.attention_scalars, model.mlp_scalars, model.bigram_scalars,
+                          model.trigram_scalars, model.scalars],                    5.0,  (0.90, 0.99)),
         small("residual scalars", [model.residual_scalars],                         5.0,  (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                                     0.01, (0.90, 0.99)),
-        small("gates", [model.attention_gates, model.value_gates],                  1.0,  (0.90, 0.99)),
+        small("value gates", [model.value_gates],                                   1.0,  (0.90, 0.99)),
         normuon("attention", list(model.bank[:last]), each, [1.0] * last, squares=True),
         normuon("mlp", list(model.bank[last:]), both, [2.0, 4.0] * last, squares=False),         # MLP-in 2, MLP-out 4
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),

@@ -63,30 +63,29 @@ def fp8_gradient_cases(heads: int = 6, head_dim: int = 128) -> Iterator[Case]:
 
 
 def attention_inputs(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
-                     value_gate: Tensor | None, count: int, *form) -> tuple[Tensor, ...]:
+                     value_gate: Tensor | None, *form) -> tuple[Tensor, ...]:
     """What `fp8_qkv_heads` does, as training does it in bf16."""
-    product, columns = F.linear(x, weight * scale), x[:, :count].clone()
-    seen = None if value_row is None else columns[:, :value_gate.size(1) // 2].clone()
-    return *qkv.qkv_heads(product, cos, sin, is_start, seen, value_row, value_gate, *form), columns
+    seen = None if value_row is None else x[:, :value_gate.size(1) // 2].clone()
+    return qkv.qkv_heads(F.linear(x, weight * scale), cos, sin, is_start, seen, value_row, value_gate, *form)
 
 
 def attention_inputs_gradients(function: Callable) -> Callable:
     """The learned scale's gradient is made, but not returned: a sum of random numbers that nearly cancel."""
     def run(*tensors) -> tuple:
         leaves = {i: leaf(tensors[i]) for i in (0, 1, 2, 6, 7) if tensors[i] is not None}
-        out = function(*(leaves.get(i, x) for i, x in enumerate(tensors[:-4])))
-        grads = torch.autograd.grad(out, tuple(leaves.values()), tensors[-4:])
+        out = function(*(leaves.get(i, x) for i, x in enumerate(tensors[:-3])))
+        grads = torch.autograd.grad(out, tuple(leaves.values()), tensors[-3:])
         return *(x.detach() for x in out), *(grad for i, grad in zip(leaves, grads) if i != 2)
     return run
 
 
-def attention_inputs_cases(width: int = 768, heads: int = 6, head_dim: int = 128, count: int = 12) -> Iterator[Case]:
+def attention_inputs_cases(width: int = 768, heads: int = 6, head_dim: int = 128, channels: int = 6) -> Iterator[Case]:
     def inputs(tokens: int, qk_dim: int, value: bool) -> tuple:
         x, weight = torch.nn.functional.rms_norm(random(tokens, width), (width,)), random(heads * (2 * qk_dim + head_dim), width) * 0.02
         is_start, (cos, sin) = torch.arange(tokens, device="cuda") % 512 == 0, random(2, tokens, qk_dim // 4).float()
-        gates = (random(tokens, heads * head_dim), random(heads, count).float()) if value else (None, None)
-        grads = *(random(tokens, heads, dim) for dim in (qk_dim, qk_dim, head_dim)), random(tokens, count)
-        return x, weight, torch.tensor(0.5, device="cuda"), cos, sin, is_start, *gates, count, qk_dim, head_dim, True, *grads
+        gates = (random(tokens, heads * head_dim), random(heads, 2 * channels).float()) if value else (None, None)
+        grads = (random(tokens, heads, dim) for dim in (qk_dim, qk_dim, head_dim))
+        return x, weight, torch.tensor(0.5, device="cuda"), cos, sin, is_start, *gates, qk_dim, head_dim, True, *grads
 
     twin, wrap = fp8_qkv.fp8_qkv_heads_twin, attention_inputs_gradients
     for qk_dim, tokens, value in ((128, 16384, False), (128, 49152, False), (128, 49152, True), (64, 49152, False)):

@@ -39,35 +39,35 @@ def heads_backward_twin(grads: tuple[Tensor, ...], qkv: Tensor, tables: tuple[Te
 class FP8Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
-                value_gate: Tensor | None, count: int, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...],
+                value_gate: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...],
                 into: Tensor | None, fused: bool, x8: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
         x_scale = torch.full((), normed_scale(x.size(1)), device=x.device)
         # Of any matrix's rows: its scale, and that times the learned one, with which the product alone is scaled.
         weight_scale, weight_scale_learned, _ = (gradient_scales if fused else gradient_scales_twin)(weight, scale, scale)
-        columns = x8[0][:, :count].type_as(x) * normed_scale(x.size(1)) if x8 else x[:, :count].clone()
+        seen = None
+        if value_row is not None:
+            seen = (x8[0] if x8 else x)[:, :value_gate.size(1) // 2].to(x.dtype, copy=True)
+            seen = seen.mul_(normed_scale(x.size(1))) if x8 else seen
         x8, x8_transposed = x8 or to_fp8(x, x_scale, fused, True, in_pairs=True)
         weight8, weight8_transposed = to_fp8(weight, weight_scale, fused, True)
         qkv = product(x8, weight8.T, x_scale, weight_scale_learned, fast=True).type_as(x)
         tables, form = (cos, sin, is_start), (qk_dim, head_dim, key_offset)
-        seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
         mix = value_mix(seen, value_row, value_gate) if fused and seen is not None else None
-        ctx.save_for_backward(qkv, *tables, value_row, value_gate, mix, columns, x8_transposed, weight, weight8_transposed, scale,
+        ctx.save_for_backward(qkv, *tables, value_row, value_gate, mix, seen, x8_transposed, weight, weight8_transposed, scale,
                               x_scale, weight_scale_learned)
         ctx.form, ctx.fused, ctx.into, ctx.left = form, fused, into, [term[2:] for term in terms]
         if fused:
             heads = heads_forward(qkv, *tables, value_row, mix, *form, terms)
         else:
             heads = qkv_heads_twin(qkv, *tables, seen, value_row, value_gate, *form, terms)
-        return *heads, columns
+        return heads
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (qkv, *tables, value_row, value_gate, mix, columns, x8_transposed, weight, weight8_transposed, scale, x_scale,
+        (qkv, *tables, value_row, value_gate, mix, seen, x8_transposed, weight, weight8_transposed, scale, x_scale,
          weight_scale_learned) = ctx.saved_tensors
-        *grads, columns_grad = grads
-        grads[2] = leave_heads(ctx.left, grads[2])
-        grad_scale, seen_grad, gate_grad = torch.full_like(x_scale, GRADIENT_SCALE), None, None
-        seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
+        grads = *grads[:2], leave_heads(ctx.left, grads[2])
+        grad_scale, gate_grad = torch.full_like(x_scale, GRADIENT_SCALE), None
         if ctx.fused:
             grad8, row_grad, mix_grad, transposed = heads_backward(*grads, qkv, *tables, value_row, mix, *ctx.form, scale=grad_scale)
             if seen is not None:
@@ -76,13 +76,12 @@ class FP8Heads(torch.autograd.Function):
             grad8, transposed, seen_grad, row_grad, gate_grad = heads_backward_twin(
                 grads, qkv, tables, (seen, value_row, value_gate), ctx.form, grad_scale)
         x_grad = product(grad8, weight8_transposed.T, grad_scale, weight_scale_learned, fast=False).type_as(qkv)
-        x_grad[:, :columns.size(1)] += columns_grad                      # nobody else holds it yet (kernels/linear.py)
         if seen is not None:
-            x_grad[:, :seen.size(1)] += seen_grad
+            x_grad[:, :seen.size(1)] += seen_grad                        # nobody else holds it yet (kernels/linear.py)
         of_product = product(transposed, x8_transposed.T, grad_scale, x_scale, fast=False)       # of s·W
         values = len(weight) - grads[2][0].numel()                       # from here on; Q and K, which are normed, do not depend on the scale
         of_weight = weight_gradients(ctx.into, of_product, weight, scale, ctx.fused, values)
-        return x_grad, *of_weight, None, None, None, row_grad, gate_grad, *[None] * (8 + len(ctx.left))
+        return x_grad, *of_weight, None, None, None, row_grad, gate_grad, *[None] * (7 + len(ctx.left))
 
 
 def apply(x: Tensor | Quantized, *arguments) -> tuple[Tensor, ...]:
@@ -91,15 +90,15 @@ def apply(x: Tensor | Quantized, *arguments) -> tuple[Tensor, ...]:
 
 
 def fp8_qkv_heads_twin(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
-                       value_gate: Tensor | None, count: int, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...] = (),
-                       fp8: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                       value_gate: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...] = (),
+                       fp8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Plain form of `fp8_qkv_heads`, in x's dtype, with terms from `share_twin`; with `fp8` its products alone are FP8, to compare the
     kernels with, terms from `share` and x may be a `Quantized`."""
     if fp8:
-        return apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, terms, None, False)
-    qkv, columns = F.linear(x, weight * scale), x[:, :count].clone()
-    seen = None if value_row is None else columns[:, :value_gate.size(1) // 2]
-    return *qkv_heads_twin(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, terms), columns
+        return apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, qk_dim, head_dim, key_offset, terms, None, False)
+    seen = None if value_row is None else x[:, :value_gate.size(1) // 2]
+    qkv = F.linear(x, weight * scale)
+    return qkv_heads_twin(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, terms)
 
 
 def fp8_qkv_heads(
@@ -111,16 +110,14 @@ def fp8_qkv_heads(
     is_start: Tensor,
     value_row: Tensor | None,
     value_gate: Tensor | None,  # (heads, 2 channels): it sees as many of x's first channels and of value_row's
-    count: int,  # how many of x's first columns are returned, at least these
     qk_dim: int,
     head_dim: int,
     key_offset: bool,
     terms: tuple[Term, ...] = (),  # as `qkv_heads` takes them
     into: Tensor | None = None,  # like weight: its gradient is added here, in place of being returned
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k (n, heads, qk_dim), v (n, heads, head_dim) and a copy of x's first columns (n, count), all contiguous, of x's dtype;
-    of a `Quantized` x what FP8 left of them.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k (n, heads, qk_dim) and v (n, heads, head_dim), contiguous, of x's dtype. Of a `Quantized` x the gates see what FP8 left.
 
     n, width and the length of weight are multiples of 16. Gradients for x, weight, scale, value_row, value_gate and through terms.
     """
-    return apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, count, qk_dim, head_dim, key_offset, terms, into, True)
+    return apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, qk_dim, head_dim, key_offset, terms, into, True)

@@ -18,7 +18,7 @@ from kernels.backend import check, tl, triton
 from kernels.shared_rows import Term
 
 # (tokens a tile, warps, programs a multiprocessor) of both kernels; the first is used.
-CONFIGS = [(1, 4, 8), (1, 2, 16), (2, 4, 8), (4, 8, 4), (1, 4, 12), (2, 8, 6)]
+CONFIGS = [(1, 4, 8), (1, 2, 16), (2, 4, 8), (4, 8, 4), (1, 4, 12), (2, 8, 6), (1, 4, 1024), (2, 4, 1024), (4, 4, 1024), (1, 2, 1024)]
 EPS = torch.finfo(torch.float32).eps                                     # of F.rms_norm, which computes in float32
 Addends = tuple[Tensor, ...]                                             # (n, width) each, one or more
 

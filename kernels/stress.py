@@ -161,7 +161,7 @@ def heads() -> Iterator[tuple[str, Callable]]:
 
 
 def fp8_heads() -> Iterator[tuple[str, Callable]]:
-    scale, b, count = torch.tensor(0.5, device=DEVICE).requires_grad_(), torch.tensor([0.5], device=DEVICE).requires_grad_(), 12
+    scale, b = torch.tensor(0.5, device=DEVICE).requires_grad_(), torch.tensor([0.5], device=DEVICE).requires_grad_()
     for n, heads, qk_dim, head_dim in ((16, 1, 16, 16), (48, 6, 128, 128), (304, 6, 64, 128)):
         cos, sin = (torch.rand(n, qk_dim // 4, device=DEVICE) for _ in range(2))
         x = torch.nn.functional.rms_norm(random(n, heads * head_dim), (heads * head_dim,)).requires_grad_()
@@ -171,7 +171,7 @@ def fp8_heads() -> Iterator[tuple[str, Callable]]:
         for name, value in (("", (None, None)), (", value rows and a shared row", (row, gate))):
             def both(tensors=(x, weight, scale, cos, sin, is_start, *value), dims=(qk_dim, head_dim), shared=shared if name else ()):
                 terms = tuple(shared_rows.share(*shared)) if shared else ()
-                loss = sum(out.float().square().sum() for out in fp8_qkv.fp8_qkv_heads(*tensors, count, *dims, True, terms))
+                loss = sum(out.float().square().sum() for out in fp8_qkv.fp8_qkv_heads(*tensors, *dims, True, terms))
                 return torch.autograd.grad(loss, [x for x in (*tensors, *shared) if x is not None and x.requires_grad])
             yield f"fp8_qkv_heads {n} × {heads} × (2 × {qk_dim} + {head_dim}){name}", both
 

@@ -19,7 +19,7 @@ from kernels.fp8_qkv import GRADIENT_SCALE, fp8_qkv_heads, fp8_qkv_heads_twin, h
 from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
 from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_scales, weight_scales_twin
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
-from kernels.linear import add_scaled, add_scaled_reference, scaled, scaled_linear, scaled_linear_reference
+from kernels.linear import add_scaled, add_scaled_reference, scaled, scaled_linear, scaled_linear_reference, scaled_weight
 from kernels.master_weight import master_weight, store_master_weight
 from kernels.mlp import mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
@@ -960,7 +960,8 @@ def test_qkvs_gradient_in_fp8_both_ways(n, heads, dims, key_offset, monkeypatch)
             assert torch.equal(a, b) if DEVICE == "cpu" else error(b, a.double()) < 1e-3
     monkeypatch.undo()
     if DEVICE == "cuda":
-        assert error(grad8.float(), quantise(grad, scale, torch.float8_e5m2).double()) < 0.02
+        exact = grad.double() / scale                                    # but for its own rounding, before which the kernel quantises
+        assert error(grad8, exact) < 1.05 * error(quantise(grad, scale, torch.float8_e5m2), exact)
     largest = heads_backward(*[x * 2 ** 20 for x in grads], *tensors, *dims, key_offset, None, scale)[0].float().abs().max()
     assert largest == torch.finfo(torch.float8_e5m2).max                 # saturated
 
@@ -977,20 +978,20 @@ def test_what_is_no_number_shows_in_qkvs_gradient_in_fp8():
 
 
 def fp8_heads_results(function, tensors: list, grads: list, *arguments, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
-    """q, k, v, x's first columns and the gradients of x, weight, scale, and, where there are, the value's."""
+    """q, k, v and the gradients of x, weight, scale, and, where there are, the value's."""
     leaves = {i: tensors[i].detach().to(dtype or tensors[i].dtype).requires_grad_() for i in (0, 1, 2, 6, 7) if tensors[i] is not None}
-    out = function(*(leaves.get(i, x) for i, x in enumerate(tensors)), 12, *arguments)
+    out = function(*(leaves.get(i, x) for i, x in enumerate(tensors)), *arguments)
     assert all(x.is_contiguous() for x in out)
     return [*(x.detach() for x in out), *torch.autograd.grad(out, tuple(leaves.values()), [g.to(x) for g, x in zip(grads, out)])]
 
 
 def fp8_heads_inputs(n: int, heads: int, dims: tuple[int, int], value: bool) -> tuple[list, list]:
-    """What `fp8_qkv_heads` takes before `count`, and gradients of its results that differ from token to token by 2 ** 6."""
+    """What `fp8_qkv_heads` takes before the heads' dimensions, and gradients of its results that differ from token to token by 2 ** 6."""
     dtype, width = torch.bfloat16 if DEVICE == "cuda" else torch.float32, heads * dims[1]
     qkv, *tables, _, row, gate = heads_inputs(n, heads, dims, value, dtype=dtype)
     x, weight = torch.nn.functional.rms_norm(random(n, width), (width,)), random(qkv.size(1), width) * 0.05
     fall = torch.logspace(-6, 0, n, 2, device=DEVICE)[:, None]
-    grads = [*(x * 0.1 * fall[..., None] for x in heads_grads(n, heads, dims)), random(n, 12) * 0.01 * fall]
+    grads = [x * 0.1 * fall[..., None] for x in heads_grads(n, heads, dims)]
     return [x.to(dtype), weight.to(dtype), torch.tensor(0.6, device=DEVICE), *tables, row, gate], grads
 
 
@@ -1006,23 +1007,22 @@ def test_fp8_qkv_heads(n, heads, dims, value):
     slack = 0.15 if DEVICE == "cpu" else 1e-3                            # the interpreter's rounding is poor
     values = slice(-heads * dims[1], None)
     for i, (fused, twin, right, four) in enumerate(zip(ours, plain, exact, larger, strict=True)):
-        if i == 6:                                                       # the scale's: a sum in which much cancels
-            terms = (tensors[1][values].double().norm() * exact[5][values].norm()).item()
+        if i == 5:                                                       # the scale's: a sum in which much cancels
+            terms = (tensors[1][values].double().norm() * exact[4][values].norm()).item()
             assert abs(twin - right) < 0.02 * terms and abs(fused - right) < (0.02 + slack / 4) * terms
         else:
             assert error(twin, right) < 0.1
             assert_as_exact_as_pytorch(fused, twin, right, slack)
-            assert error(four, fused.double() * (1 if i < 4 else 4)) < 1e-2
-    assert torch.equal(ours[3], tensors[0][:, :12])
+            assert error(four, fused.double() * (1 if i < 3 else 4)) < 1e-2
 
 
 def test_fp8_qkv_heads_add_their_weights_gradient_where_they_are_told():
     """To what is there; autograd is given none, and the other gradients are the same to the bit."""
     tensors, grads = fp8_heads_inputs(48, 2, (16, 32), False)
     x, weight, scale = leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    returned = torch.autograd.grad(fp8_qkv_heads(*leaves, *tensors[3:], 12, 16, 32, True), leaves, [g.type_as(x) for g in grads])
+    returned = torch.autograd.grad(fp8_qkv_heads(*leaves, *tensors[3:], 16, 32, True), leaves, [g.type_as(x) for g in grads])
     into = torch.ones_like(weight)
-    out = fp8_qkv_heads(*leaves, *tensors[3:], 12, 16, 32, True, (), into)
+    out = fp8_qkv_heads(*leaves, *tensors[3:], 16, 32, True, (), into)
     added = torch.autograd.grad(out, leaves, [g.type_as(x) for g in grads], allow_unused=True)
     assert added[1] is None and torch.equal(added[0], returned[0]) and torch.equal(added[2], returned[2])
     assert error(into, 1 + returned[1].double()) < torch.finfo(into.dtype).eps
@@ -1039,11 +1039,11 @@ def test_shared_rows_in_fp8_qkv_heads(value):
         leaves = [x.detach().clone().requires_grad_() for x in (rows, scales, tensors[1])]
         both = []
         for terms in (zip(share(*leaves[:2])), ((), ())):                # two layers with the rows, and without
-            outs = [function(tensors[0], leaves[2], *tensors[2:], 12, *dims, True, of_layer) for of_layer in terms]
+            outs = [function(tensors[0], leaves[2], *tensors[2:], *dims, True, of_layer) for of_layer in terms]
             found = torch.autograd.grad(sum(outs, ()), leaves, sum(grads, []), allow_unused=True)
             both.append(([x.detach() for x in outs[1]], found))
         (with_rows, found), (without, (*_, weight_grad)) = both
-        assert torch.equal(found[2], weight_grad) and all(torch.equal(with_rows[i], without[i]) for i in (0, 1, 3))
+        assert torch.equal(found[2], weight_grad) and all(map(torch.equal, with_rows[:2], without[:2]))
         assert torch.equal(with_rows[2][:, 1:], without[2][:, 1:])
         assert error((with_rows[2] - without[2])[:, 0], scales[1].double() * rows.double()) < (1e-5 if DEVICE == "cpu" else 2e-2)
         for x, right, limit in zip(found, expected, (1e-6 if DEVICE == "cpu" else 1e-2, 1e-5)):
@@ -1060,16 +1060,16 @@ def test_fp8_qkv_heads_quantise_once_and_scale_the_product(monkeypatch):
         tensors[2] = torch.tensor(number, device=DEVICE)
         plain = fp8_heads_results(partial(fp8_qkv_heads_twin, fp8=True), tensors, grads, 16, 32, True)
         ours = fp8_heads_results(fp8_qkv_heads, tensors, grads, 16, 32, True)
-        for fused, twin in zip(ours[:4], plain[:4]):
+        for fused, twin in zip(ours[:3], plain[:3]):
             torch.testing.assert_close(fused, twin, atol=1e-2 if DEVICE == "cuda" else 1e-5, rtol=1e-2)
-        assert all(x.isfinite().all() for x in ours) and bool(ours[5].any()) == (number != 0) and ours[6] != 0
+        assert all(x.isfinite().all() for x in ours) and bool(ours[4].any()) == (number != 0) and ours[5] != 0
 
 
 def test_fp8_qkv_heads_refuse_what_they_cannot_do():
     tensors, grads = fp8_heads_inputs(48, 2, (16, 32), False)
     odd = [x[:40] if x is not None and len(x.shape) and len(x) == 48 else x for x in tensors]
     with pytest.raises(ValueError, match="multiple of 16 rows"):
-        fp8_qkv_heads(*odd, 12, 16, 32, False)
+        fp8_qkv_heads(*odd, 16, 32, False)
     inputs, scale = heads_inputs(48, 2, (16, 32), False), torch.tensor(1.0, device=DEVICE)
     for tuned, wrong in ((HEADS_CONFIGS[0], scale), (None, scale.double()), (None, scale.repeat(2))):
         with pytest.raises(ValueError, match="gradient in FP8"):
@@ -1258,19 +1258,19 @@ def test_what_an_fp8_mlp_keeps_nobody_writes_over_unnoticed():
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_attention_inputs_normed_into_fp8(count):
-    """Two layers read one norm; as by way of the norm in bfloat16, but for its first columns and v, whose gates see them in FP8."""
+    """Two layers read one norm; as by way of the norm in bfloat16, but for v, whose gates see it in FP8."""
     dims = 16, 32
     tensors, grads = fp8_heads_inputs(112, 2, dims, True)
     addends, results = [x * 3 for x in (tensors[0], tensors[0].flip(0))[:count]], []
     for fork in (norm_fork, norm_fork_fp8):
         leaves = [x.detach().clone().requires_grad_() for x in (*addends, tensors[1])]
         normed, x = fork(tuple(leaves[:count]))
-        outs = [fp8_qkv_heads(normed, leaves[-1], scale, *tensors[3:], 12, *dims, True) for scale in (tensors[2], 2 * tensors[2])]
+        outs = [fp8_qkv_heads(normed, leaves[-1], scale, *tensors[3:], *dims, True) for scale in (tensors[2], 2 * tensors[2])]
         outs, wanted = [*outs[0], *outs[1], x], [*grads, *grads, x.detach()]
         results.append([out.detach() for out in outs] + list(torch.autograd.grad(outs, leaves, [g.to(o) for g, o in zip(wanted, outs)])))
     for i, (plain, ours) in enumerate(zip(*results, strict=True)):
-        limits = (0.05, 0.02) if DEVICE == "cuda" else (0.15, 2e-3)      # the interpreter's rounding is poor
-        assert ours.dtype == plain.dtype and error(ours, plain.double()) < limits[i not in (2, 3, 6, 7)], i
+        limits = (0.05, 0.03) if DEVICE == "cuda" else (0.15, 2e-3)      # the interpreter's rounding is poor; a GPU rounds once, not twice
+        assert ours.dtype == plain.dtype and error(ours, plain.double()) < limits[i not in (2, 5)], i
 
 
 @pytest.mark.parametrize("tuned", SHARED_CONFIGS)
@@ -1357,6 +1357,19 @@ def test_scaled_linear_is_its_twin(count, into):
         assert grads[0].eq(1).all() and torch.equal(columns_grad, kept)
     for plain, ours in zip(*results):
         torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("into", [False, True])
+def test_scaled_weight_is_the_product_of_both(into):
+    dtype = torch.float32 if DEVICE == "cuda" else torch.float64
+    weight, grad = (random(20, 8).to(dtype).requires_grad_() for _ in range(2))
+    scale, grad = torch.tensor(-2.0, dtype=dtype, device=DEVICE, requires_grad=True), grad.detach()
+    weight.grad = torch.ones_like(weight)
+    out = scaled_weight(weight, scale, weight.grad if into else None)
+    out.backward(grad)
+    torch.testing.assert_close(out, scale * weight)
+    torch.testing.assert_close(weight.grad, 1 + scale.detach() * grad)
+    torch.testing.assert_close(scale.grad, (weight * grad).sum())
 
 
 @pytest.mark.parametrize("shape", [(1, 9), (9, 1), (130, 70), (96, 768)])

@@ -351,7 +351,7 @@ def test_fp8_attention_needs_fp8_and_its_kernels(config, setting, monkeypatch):
     assert model.fp8_attention is (setting is None)
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_gates": False}, {"value_embeddings": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"value_embeddings": False}], ids=str)
 def test_fp8_attention_gives_the_model_nearly_its_gradients(trainer, changes, monkeypatch):
     """With layers that share a normed residual, key offset, value rows and gates, or without; and of the same parameters."""
     config, results = replace(trainer.config, **changes), []
@@ -419,8 +419,7 @@ def test_the_qkv_kernels_give_the_model_its_twins_gradients(trainer):
         assert (kernel.float() - twin.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * twin.float().norm()
 
 
-@pytest.mark.parametrize("changes", [{}, {"attention_gates": False}, {"value_embeddings": False},
-                                     {"attention_gates": False, "value_embeddings": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"value_embeddings": False}], ids=str)
 def test_scaled_products_and_gates_by_their_columns_give_the_model_the_plain_gradients(config, changes, monkeypatch):
     """In layers with and without value rows, and where several layers read one normed residual."""
     model, results = train_gpt.Trainer(replace(config, **changes), train_gpt.World()).model, []
@@ -434,19 +433,6 @@ def test_scaled_products_and_gates_by_their_columns_give_the_model_the_plain_gra
         results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     for plain, ours in zip(*results, strict=True):
         assert (ours.float() - plain.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * plain.float().norm()
-
-
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("channels", [6, None])
-def test_attention_gates_compile(gated, channels):
-    columns = torch.randn(20, 12, device=DEVICE, requires_grad=True)
-    gate = torch.randn(2, 12, device=DEVICE, requires_grad=True) if gated else None
-    leaves, results = [columns, gate] if gated else [columns], []
-    for function in (train_gpt.attention_gates, torch.compile(train_gpt.attention_gates, backend="aot_eager", fullgraph=True)):
-        out = [x for x in function(columns, gate, channels) if x is not None]
-        results.append([*out, *(torch.autograd.grad(sum(x.sin().sum() for x in out), leaves) if out else ())])
-    for plain, compiled in zip(*results, strict=True):
-        torch.testing.assert_close(plain, compiled)
 
 
 def unsummed_mlp(residual, x, w_in, w_out, *_):
@@ -492,7 +478,8 @@ def test_gradients_are_complete_behind_what_a_layer_reads(trainer, parts, kernel
     model.part = model.part | parts | (train_gpt.KERNELS["fused_residual"] | parts if kernels else {})
     if parts is NORMED_IN_FP8:
         model.fp8_mlp = model.fp8_attention = True
-    banks = [[model.bank[i], *model.mlp_weights(i)] for i in range(len(model.config.layers))]
+    count = len(model.config.layers)
+    banks = [[model.bank[i], *model.bank[count + 2 * i:][:2]] for i in range(count)]
 
     def reached(layer: int, x: torch.Tensor | None) -> None:
         if x is not None:
@@ -505,7 +492,7 @@ def test_gradients_are_complete_behind_what_a_layer_reads(trainer, parts, kernel
             assert all(torch.equal(grad, p.grad if i >= layer else torch.zeros_like(p)) for p, grad in zip(bank, grads))
 
 
-SWITCHES = ["value_embeddings", "attention_gates", "smear", "key_offset", "backout", "late_input", "yarn", "neuron_norm",
+SWITCHES = ["value_embeddings", "mlp_scalars", "smear", "key_offset", "backout", "late_input", "yarn", "neuron_norm",
             "cautious"]
 
 
