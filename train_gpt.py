@@ -39,7 +39,7 @@ from kernels.embedding import Sorted, embedding, embedding_twin, sort_beside
 from kernels.fp8_linear import has_fp8
 from kernels.fp8_qkv import fp8_qkv_heads
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
-from kernels.linear import scaled_linear, scaled_weight
+from kernels.linear import scaled_linear
 from kernels.mlp import has_mlp, mlp, mlp_twin
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
@@ -122,7 +122,6 @@ class Config:
     bigram_rows: int = 1_509_120        # rows of the hashed (previous, current) table; 0: no table
     trigram_rows: int = 16_777_216      # of the hashed table of a token and the two before it, as wide as a head; 0: no table
     value_embeddings: bool = True
-    mlp_scalars: bool = True            # learned, one a layer; those of attention, of Q, K, V and of O, always are
     smear: bool = True                  # each token's embedding adds a gated share of the previous one's
     key_offset: bool = True             # long windows: the position-free half of K comes from the token before
     backout: bool = True
@@ -508,7 +507,6 @@ class GPT(nn.Module):
         self.bigram_table = table(config.bigram_rows, width // world.size) if config.bigram_rows else None     # this rank's columns
         self.trigram_table = table(config.trigram_rows, config.head_dim // world.size) if config.trigram_rows else None
         self.attention_scalars = small(len(layers), 2)                   # of Q, K, V and of O
-        self.mlp_scalars = small(len(layers)) if config.mlp_scalars else None    # of MLP-out
         self.residual_scalars = small(len(layers), 2)                    # of the two sub-layers
         self.bigram_scalars = small(len(layers))
         self.trigram_scalars = small(len(layers)) if config.trigram_rows else None
@@ -547,8 +545,6 @@ class GPT(nn.Module):
         self.bigram_scalars.fill_(0.05 / growth)
         if self.trigram_scalars is not None:
             self.trigram_scalars.fill_(0.05)
-        if self.mlp_scalars is not None:
-            self.mlp_scalars.fill_(1.0)
         self.scalars.copy_(torch.tensor([0.0, 0.5]))
 
     def hashed(self) -> dict[str, tuple[int, nn.Parameter]]:
@@ -568,9 +564,8 @@ class GPT(nn.Module):
         return others + sum(p.numel() for p in self.parameters())
 
     def mlp_weights(self, layer: int) -> tuple[Tensor, Tensor]:
-        """MLP-in and MLP-out, the latter by its learned scale."""
-        w_in, w_out = self.bank[len(self.config.layers) + 2 * layer:][:2]
-        return w_in, w_out if self.mlp_scalars is None else scaled_weight(w_out, self.mlp_scalars[layer], gradient(w_out))
+        first = len(self.config.layers) + 2 * layer
+        return self.bank[first], self.bank[first + 1]
 
     def heads(self, layer: Layer, x: Tensor, weight: Tensor, scale: Tensor, positions: tuple[Tensor, ...], value_row: Tensor | None,
               value_gate: Tensor | None, term: Term | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -699,8 +694,8 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
     groups = [
         # name, parameters                                              first use   lr    betas          decay
-        small("scalars", [model.attention_scalars, model.mlp_scalars, model.bigram_scalars,
-                          model.trigram_scalars, model.scalars],                    5.0,  (0.90, 0.99)),
+        small("scalars", [model.attention_scalars, model.bigram_scalars, model.trigram_scalars,
+                          model.scalars],                                           5.0,  (0.90, 0.99)),
         small("residual scalars", [model.residual_scalars],                         5.0,  (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                                     0.01, (0.90, 0.99)),
         small("value gates", [model.value_gates],                                   1.0,  (0.90, 0.99)),

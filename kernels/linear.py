@@ -1,4 +1,4 @@
-"""s W, and y = x (s W)ᵀ, with a learned s, which multiplies the weight; and a copy of x's first columns, for gates that look at them.
+"""y = x (s W)ᵀ with a learned s, which multiplies the weight; and a copy of x's first columns, for gates that look at them.
 
 Two gradients are added where they belong, by the backward pass itself. That of the columns into x's, where the product of this very
 backward pass has made it, so that nobody else holds it yet: as a view of x they would get from autograd a gradient as wide as x, zeros
@@ -47,10 +47,6 @@ def scaled(weight: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-def times(weight: Tensor, scale: Tensor) -> Tensor:
-    return scaled(weight, scale) if weight.is_cuda else (weight * scale[None]).type_as(weight)
-
-
 def add_scaled(
     out: Tensor,  # (rows, columns), added to in place
     product: Tensor,  # like out
@@ -85,7 +81,7 @@ def scaled_linear_reference(x: Tensor, weight: Tensor, scale: Tensor, count: int
 class ScaledLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, count: int, into: Tensor | None) -> tuple[Tensor, Tensor]:
-        by_scale = times(weight, scale)
+        by_scale = scaled(weight, scale) if x.is_cuda else (weight * scale[None]).type_as(x)
         ctx.into = into
         ctx.save_for_backward(x, weight, by_scale, scale)
         return F.linear(x, by_scale), x[:, :count].clone()
@@ -107,20 +103,3 @@ def scaled_linear(
 ) -> tuple[Tensor, Tensor]:
     """x (scale · weight)ᵀ (n, out) and a copy of x's first columns (n, count), contiguous."""
     return ScaledLinear.apply(x, weight, scale, count, into)
-
-
-class ScaledWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight: Tensor, scale: Tensor, into: Tensor | None) -> Tensor:
-        ctx.into = into
-        ctx.save_for_backward(weight, scale)
-        return times(weight, scale)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *weight_gradients(ctx.into, grad.contiguous(), *ctx.saved_tensors, grad.is_cuda), None
-
-
-def scaled_weight(weight: Tensor, scale: Tensor, into: Tensor | None = None) -> Tensor:
-    """scale · weight, for what cannot scale its product; arguments as those of `scaled_linear`."""
-    return ScaledWeight.apply(weight, scale, into)

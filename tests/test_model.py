@@ -492,7 +492,7 @@ def test_gradients_are_complete_behind_what_a_layer_reads(trainer, parts, kernel
             assert all(torch.equal(grad, p.grad if i >= layer else torch.zeros_like(p)) for p, grad in zip(bank, grads))
 
 
-SWITCHES = ["value_embeddings", "mlp_scalars", "smear", "key_offset", "backout", "late_input", "yarn", "neuron_norm",
+SWITCHES = ["value_embeddings", "smear", "key_offset", "backout", "late_input", "yarn", "neuron_norm",
             "cautious"]
 
 
