@@ -156,7 +156,7 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
         yield Case("into the MLP, both ways, one layer", shape, partial(inputs, n), kernel, twin, 0.0, 12 * one, wrap=into,
                    exact=into(twin))
         yield Case("out of the MLP", shape, partial(backward_inputs, n), out_of_the_mlp, out_of_the_mlp_twin, 0.0, 4 * one,
-                   configs=residual.CONFIGS)
+                   configs=residual.BACKWARD_CONFIGS)
         for count, name in ((1, "the residual"), (2, "residual + update")):
             plain, beside = fork(residual.norm_fork_twin, count), partial(gradients, inputs=count)
             yield Case(f"norm beside {name}, both ways", shape, lambda n=n, count=count: tuple(random(n, width) for _ in range(2 + count)),
@@ -203,7 +203,7 @@ def fp8_residual_cases(width: int = 768) -> Iterator[Case]:
                    compile=False, configs=residual_fp8.CONFIGS)
         yield Case("its gradient, from the sum (against from the norm)", shape, partial(back_inputs, n),
                    partial(out_of_the_mlp, normed=False), back_twin, 0.0, 4 * one, baseline=out_of_the_mlp, compile=False,
-                   configs=residual.CONFIGS)
+                   configs=residual.BACKWARD_CONFIGS)
 
 
 def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterator[Case]:

@@ -17,8 +17,11 @@ from torch import Tensor
 from kernels.backend import check, tl, triton
 from kernels.shared_rows import Term
 
-# (tokens a tile, warps, programs a multiprocessor) of both kernels; the first is used.
-CONFIGS = [(1, 4, 8), (1, 2, 16), (2, 4, 8), (4, 8, 4), (1, 4, 12), (2, 8, 6), (1, 4, 1024), (2, 4, 1024), (4, 4, 1024), (1, 2, 1024)]
+CONFIGS = [(1, 4), (1, 2), (2, 4), (4, 8), (2, 8)]                       # (tokens a tile, warps); the first is used
+# And (tokens a tile, columns a chunk, warps, programs a multiprocessor). With a warp a token sums need no other warp, and chunks of 256
+# columns pad no row of 768, but neither was measured yet. 1,024 programs: one a tile.
+BACKWARD_CONFIGS = [(1, 1024, 4, 8), (1, 1024, 4, 12), (1, 1024, 4, 1024), (4, 256, 4, 4), (4, 256, 4, 1024), (2, 256, 2, 8),
+                    (2, 256, 2, 1024), (8, 256, 8, 2), (8, 256, 8, 1024)]
 EPS = torch.finfo(torch.float32).eps                                     # of F.rms_norm, which computes in float32
 Addends = tuple[Tensor, ...]                                             # (n, width) each, one or more
 
@@ -74,29 +77,34 @@ def residual_kernel(addends, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, norm
 
 
 @triton.jit
-def residual_backward_kernel(out_grad_ptr, norm_grad_ptr, kept_ptr, rms_ptr, scales_ptr, grad_ptr, sums_ptr, n, width,
-                             NORMED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr):
+def residual_backward_kernel(out_grad_ptr, norm_grad_ptr, kept_ptr, rms_ptr, scales_ptr, grad_ptr, sums_ptr, n, width, NORMED: tl.constexpr,
+                             ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, PROGRAMS: tl.constexpr):
     a, c = 1.0, 1.0
     if scales_ptr is not None:
         a, c = tl.load(scales_ptr), tl.load(scales_ptr + 1)
-    column = tl.arange(0, COLUMNS)[None, :]
     sums_a, sums_c = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(n, ROWS), PROGRAMS):
         row = tile * ROWS + tl.arange(0, ROWS)
-        at, inside = row.to(tl.int64)[:, None] * width + column, (row < n)[:, None] & (column < width)
-        normed = tl.load(kept_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        norm_grad = tl.load(norm_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        out_grad = tl.load(out_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        start, live = row.to(tl.int64)[:, None] * width, (row < n)[:, None]
         rms = tl.load(rms_ptr + row, mask=row < n, other=1.0)[:, None]
+        to_norm, along, held = 1.0, tl.zeros((ROWS,), tl.float32), ()
         if not NORMED:                                                   # c y: where c is 0 it says nothing of y, which is taken for 0
-            normed *= 1 / tl.where(tl.abs(c * rms) < 1e-30, float("inf"), c * rms)
-        along = tl.sum(norm_grad * normed, axis=1)[:, None] / width
-        grad = c * out_grad + (norm_grad - along * normed) / rms         # of y
-        tl.store(grad_ptr + at, (a * grad).to(grad_ptr.dtype.element_ty), mask=inside)
-        if scales_ptr is not None:
-            y = normed * rms
-            sums_a += grad * y
-            sums_c += out_grad * y
+            to_norm = 1 / tl.where(tl.abs(c * rms) < 1e-30, float("inf"), c * rms)
+        for chunk in tl.static_range(CHUNKS):
+            column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            at, inside = start + column, live & (column < width)
+            normed = tl.load(kept_ptr + at, mask=inside, other=0.0).to(tl.float32) * to_norm
+            norm_grad = tl.load(norm_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            along += tl.sum(norm_grad * normed, axis=1) / width
+            held += ((normed, norm_grad, tl.load(out_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)),)
+        for chunk in tl.static_range(CHUNKS):
+            column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            normed, norm_grad, out_grad = held[chunk]
+            grad = c * out_grad + (norm_grad - along[:, None] * normed) / rms                    # of y
+            tl.store(grad_ptr + start + column, (a * grad).to(grad_ptr.dtype.element_ty), mask=live & (column < width))
+            if scales_ptr is not None:
+                sums_a += grad * normed * rms
+                sums_c += out_grad * normed * rms
     if scales_ptr is not None:                                           # ∂/∂a = Σ grad · y / a: 0 where a and with it y is 0
         tl.store(sums_ptr + 2 * tl.program_id(0), tl.sum(sums_a) / tl.where(a == 0, 1.0, a))
         tl.store(sums_ptr + 2 * tl.program_id(0) + 1, tl.sum(sums_c))
@@ -120,10 +128,10 @@ def check_addends(addends: Addends, term: Term | None, scales: Tensor | None) ->
 
 
 def residual(addends: Addends, term: Term | None = None, scales: Tensor | None = None,
-             tuned: tuple[int, int, int] | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
+             tuned: tuple[int, int] | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
     """c y and norm(y), like an addend, and rms(y) (n,) float32; c y is None where it is the only addend itself."""
     (rows, b), x = check_addends(addends, term, scales), addends[0]
-    (n, width), (tile, warps, _) = x.shape, tuned or CONFIGS[0]
+    (n, width), (tile, warps) = x.shape, tuned or CONFIGS[0]
     out = torch.empty_like(x) if addends[1:] or term or scales is not None else None
     normed, rms = torch.empty_like(x), x.new_empty(n, dtype=torch.float32)
     if x.numel():
@@ -133,21 +141,22 @@ def residual(addends: Addends, term: Term | None = None, scales: Tensor | None =
 
 
 def residual_backward(out_grad: Tensor, norm_grad: Tensor, kept: Tensor, rms: Tensor, scales: Tensor | None = None,
-                      tuned: tuple[int, int, int] | None = None, normed: bool = True) -> tuple[Tensor, Tensor | None]:
+                      tuned: tuple[int, int, int, int] | None = None, normed: bool = True) -> tuple[Tensor, Tensor | None]:
     """The gradient of each addend, like `kept` (n, width), and that of `scales`, (2,) float32, if given.
 
     `kept`: norm(y), or, with `normed` False, c y, of which a c of 0 leaves nothing: that of y is then as if y were 0, and c has none.
     """
     out_grad, norm_grad = out_grad.contiguous(), norm_grad.contiguous()
     _check(kept, scales, out_grad=out_grad, norm_grad=norm_grad)
-    (n, width), (tile, warps, programs) = kept.shape, tuned or CONFIGS[0]
+    (n, width), (tile, columns, warps, programs) = kept.shape, tuned or BACKWARD_CONFIGS[0]
+    columns = min(columns, triton.next_power_of_2(width))
     programs *= torch.cuda.get_device_properties(kept.device).multi_processor_count if kept.is_cuda else 1
     programs = min(programs, triton.cdiv(n, tile))
     grad = torch.empty_like(kept)
     sums = None if scales is None else scales.new_empty(programs, 2)
     if kept.numel():
         residual_backward_kernel[programs,](out_grad, norm_grad, kept, rms, scales, grad, sums, n, width, NORMED=normed, ROWS=tile,
-                                            COLUMNS=triton.next_power_of_2(width), PROGRAMS=programs, num_warps=warps)
+                                            COLUMNS=columns, CHUNKS=triton.cdiv(width, columns), PROGRAMS=programs, num_warps=warps)
     return grad, None if sums is None else sums.sum(0)
 
 

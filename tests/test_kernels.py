@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from kernels.relu_squared import (
     FP8_BACKWARD_CONFIGS, FP8_CONFIGS, relu_squared, relu_squared_backward, relu_squared_backward_fp8, relu_squared_backward_fp8_reference,
     relu_squared_backward_reference, relu_squared_fp8, relu_squared_fp8_reference, relu_squared_reference)
 from kernels.residual import (
-    CONFIGS, add_up, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward)
+    BACKWARD_CONFIGS, CONFIGS, add_up, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward)
 from kernels.residual_fp8 import CONFIGS as RESIDUAL_FP8_CONFIGS
 from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8, residual_fp8, residual_fp8_reference
 from kernels.rotary import rotary_tables
@@ -1122,21 +1123,22 @@ def test_residual_of_layers_is_its_twin(n, width, layers, with_rows, dtype):
         assert all(torch.equal(a, b) for a, b in zip(fused, again))
 
 
-@pytest.mark.parametrize("tuned", CONFIGS[1:])
-def test_residual_kernels_in_every_configuration(tuned):
-    x, update, rows, out_grad, norm_grad = (random(13, 33) for _ in range(5))
+@pytest.mark.parametrize("tuned, backward", [*zip_longest(CONFIGS[1:], BACKWARD_CONFIGS[1:], fillvalue=CONFIGS[0])])
+def test_residual_kernels_in_every_configuration(tuned, backward):
+    """Also of rows that no whole number of chunks fills."""
+    x, update, rows, out_grad, norm_grad = (random(13, 528) for _ in range(5))
     scales, scale = torch.tensor([0.9, 1.2], device=DEVICE), torch.tensor(0.3, device=DEVICE)
     for args in (((x, update), Term(rows, scale), scales), ((x, update), None, None), ((x,), None, None)):
         results = []
-        for config in (CONFIGS[0], tuned):
+        for config, back in ((CONFIGS[0], BACKWARD_CONFIGS[0]), (tuned, backward)):
             out, normed, rms = residual(*args, tuned=config)
-            results.append([out, normed, rms, *residual_backward(out_grad, norm_grad, normed, rms, args[2], tuned=config)])
+            results.append([out, normed, rms, *residual_backward(out_grad, norm_grad, normed, rms, args[2], tuned=back)])
         for first, other in zip(*results):
             assert first is other is None or error(other, first.double()) < (1e-6 if DEVICE == "cpu" else 1e-2)
 
 
 @pytest.mark.parametrize("c", [1.3, -0.7, 0.0])
-@pytest.mark.parametrize("tuned", CONFIGS)
+@pytest.mark.parametrize("tuned", (BACKWARD_CONFIGS[0], BACKWARD_CONFIGS[3]))
 def test_residual_backward_from_the_sum_is_that_from_the_norm(tuned, c):
     """With c = 0 the sum says nothing: the gradients are finite, as if y were 0."""
     x, out_grad, norm_grad = (random(21, 40) for _ in range(3))
