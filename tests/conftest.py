@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 
 import train_gpt  # noqa: E402
 from data.shards import write_shard  # noqa: E402
+from kernels import fp8_scales, residual, shared_rows  # noqa: E402
 
 TINY = ("--width 64 --head_dim 32 --qk_dim 32 --bigram_rows 1024 --trigram_rows 0 --micro_batches 8 --steps 6 "
         "--extra_steps 2 --batch_tokens 1024,2048,3072 --sequence_length 64,128,128 --window_block 16 --momentum_warmup 3 "
@@ -47,6 +48,15 @@ def config(shards) -> train_gpt.Config:
     """On a GPU as well: small and plain, so that what is tested there does not wait for compilers."""
     config = train_gpt.parse_config(["--preset", "cpu", *TINY, "--data_path", str(shards), "--write_log", "false"])
     return replace(config, seed=3, attention="plain", compile=False)
+
+
+@pytest.fixture
+def large_tiles(monkeypatch) -> None:
+    """For whole models in the interpreter, where a program costs the same whatever its tile; tests/test_kernels.py has the tiles in use."""
+    if not torch.cuda.is_available():
+        for module, tuned in ((fp8_scales, (64, 8, 528)), (residual, (32, 8)), (shared_rows, (8192, 8))):
+            monkeypatch.setattr(module, "CONFIGS", [tuned])
+        monkeypatch.setattr(residual, "BACKWARD_CONFIGS", [(32, 1024, 8, 1)])
 
 
 @pytest.fixture

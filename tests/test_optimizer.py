@@ -162,10 +162,9 @@ def ranks_results(shards, tmp_path_factory):
     By the number of ranks, the rank, and whether the collectives overlap with the computation.
     """
     out = tmp_path_factory.mktemp("ranks")
-    for ranks in (1, 2, 4, 8):
-        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "tests/rank_worker.py",
-                        str(out), "8", "--preset", "cpu", *TINY, "--qk_dim", "16", "--trigram_rows", "512", "--data_path", str(shards)],
-                       cwd=ROOT, env=environment(), check=True, timeout=240, capture_output=True)
+    subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "8", "--preset", "cpu", *TINY, "--qk_dim", "16",
+                    "--trigram_rows", "512", "--data_path", str(shards)],
+                   cwd=ROOT, env=environment(), check=True, timeout=480, capture_output=True)
     return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)
             for overlap, result in torch.load(out / f"{ranks}-{rank}.pt").items()}
 
@@ -273,7 +272,7 @@ def test_adam_takes_the_gradients_of_two_steps(trainer):
 
 def test_the_row_update_takes_the_rows_marked_in_two_steps(config):
     """As its twin does, which looks at the gradients; and after a warm-up that ends between marking and updating the same to the bit."""
-    results = []
+    config, results = replace(config, micro_batches=2, batch_tokens=(256, 256, 256)), []
     for update, warm in ((train_gpt.row_adam_twin, False), (train_gpt.row_adam, False), (train_gpt.row_adam, True)):
         trainer = train_gpt.Trainer(config, train_gpt.World())
         trainer.model.part |= train_gpt.KERNELS["fused_embedding"]
@@ -295,7 +294,7 @@ def test_the_row_update_takes_the_rows_marked_in_two_steps(config):
 
 
 def test_two_runs_with_one_seed_give_the_same_losses(config):
-    runs = []
+    config, runs = replace(config, micro_batches=2, batch_tokens=(256, 512, 512)), []
     for seed in (3, 3, 4):
         trainer = train_gpt.Trainer(replace(config, seed=seed), train_gpt.World())
         runs.append([trainer.step(s, trainer.loader.batches(s.index)).item() for s in trainer.schedule])
@@ -353,6 +352,7 @@ def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
 SUMMED = [(1, 0), (5, 0), (5, 64)]                                      # step, samples of the softmax
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("setting, index, samples", [*(("", *case) for case in SUMMED), *(("fused_embedding", *case) for case in SUMMED),
                                                      ("fused_residual", 1, 0)])
 def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, setting, index, samples):

@@ -9,7 +9,7 @@ from conftest import ROOT, TINY, environment
 
 import train_gpt
 
-SHORT = ["--preset", "cpu", "--steps", "3", "--extra_steps", "0", "--val_tokens", "2048"]
+SHORT = ["--preset", "cpu", "--steps", "3", "--extra_steps", "0", "--val_tokens", "2048", "--batch_tokens", "512,768,1024"]
 README = (ROOT / "README.md").read_text()
 COMMANDS = [line.split("  #")[0].strip() for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines() if line.strip()]
 # How a command is run here: what is added to make it short, or why it is not run.
@@ -28,12 +28,19 @@ def test_the_readme_has_the_two_commands():
             assert f"def {name}(" in (ROOT / "tests" / file).read_text()
 
 
-@pytest.mark.parametrize("line", [line for line in COMMANDS if line.startswith(GPUS)])
-def test_a_command_for_gpus(line):
-    """With two ranks on this machine in place of its GPUs and nodes."""
-    settings = shlex.split(line.split("train_gpt.py")[1])
+def settings_for_gpus() -> set[tuple[str, ...]]:
+    """What the program is given in these commands, which differ in their launchers: only once by each is it run."""
+    return {tuple(shlex.split(line.partition("train_gpt.py")[2])) for line in COMMANDS if line.startswith(GPUS)}
+
+
+def test_the_commands_for_gpus_start_the_program_with_torchrun():
+    assert all("torchrun" in line and "train_gpt.py" in line for line in COMMANDS if line.startswith(GPUS)) and settings_for_gpus()
+
+
+@pytest.mark.parametrize("settings", sorted(settings_for_gpus()), ids=" ".join)
+def test_settings_of_commands_for_gpus(settings):
+    """With two ranks on this machine in place of its GPUs and nodes: whichever launcher starts them."""
     train_gpt.parse_config([*settings, "--preset", "cpu"])
-    assert "torchrun" in line and "train_gpt.py" in line
     result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_gpt.py", *settings,
                              *SHORT, "--write_log", "false"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
@@ -44,8 +51,8 @@ def place(tmp_path_factory):
     """A folder with the logs of two runs, named as in the README, for the commands that read them."""
     runs = tmp_path_factory.mktemp("readme")
     for name in ("short", "other"):
-        subprocess.run([sys.executable, "train_gpt.py", "--preset", "cpu", *TINY, "--val_tokens", "2048", "--name", name], cwd=ROOT,
-                       env=environment(RUNS_PATH=str(runs)), check=True, timeout=120, capture_output=True)
+        subprocess.run([sys.executable, "train_gpt.py", "--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768",
+                        "--name", name], cwd=ROOT, env=environment(RUNS_PATH=str(runs)), check=True, timeout=120, capture_output=True)
     return runs
 
 
