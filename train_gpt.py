@@ -118,7 +118,7 @@ class Config:
     rotary_share: float = 0.5           # of each query and key has a position, the rest has none
     rotary_base: float = 1024.0
     attention_scale: float = 0.15
-    gate_channels: int = 12             # that a gate sees: of a token's vector, or half of them of its value row
+    gate_channels: int = 12             # that a gate sees: the smear gate of the token's vector, a value gate half of them of its value row
     bigram_rows: int = 1_509_120        # rows of the hashed (previous, current) table; 0: no table
     trigram_rows: int = 16_777_216      # of the hashed table of a token and the two before it, as wide as a head; 0: no table
     value_embeddings: bool = True

@@ -84,7 +84,7 @@ class FP8Heads(torch.autograd.Function):
         return x_grad, *of_weight, None, None, None, row_grad, gate_grad, *[None] * (7 + len(ctx.left))
 
 
-def apply(x: Tensor | Quantized, *arguments) -> tuple[Tensor, ...]:
+def fp8_heads(x: Tensor | Quantized, *arguments) -> tuple[Tensor, ...]:
     x, *x8 = x if isinstance(x, Quantized) else (x,)
     return FP8Heads.apply(x, *arguments, tuple(x8), *[term.rows for term in arguments[-3]])
 
@@ -95,7 +95,7 @@ def fp8_qkv_heads_twin(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, si
     """Plain form of `fp8_qkv_heads`, in x's dtype, with terms from `share_twin`; with `fp8` its products alone are FP8, to compare the
     kernels with, terms from `share` and x may be a `Quantized`."""
     if fp8:
-        return apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, qk_dim, head_dim, key_offset, terms, None, False)
+        return fp8_heads(x, weight, scale, cos, sin, is_start, value_row, value_gate, qk_dim, head_dim, key_offset, terms, None, False)
     seen = None if value_row is None else x[:, :value_gate.size(1) // 2]
     qkv = F.linear(x, weight * scale)
     return qkv_heads_twin(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, terms)
@@ -120,4 +120,4 @@ def fp8_qkv_heads(
 
     n, width and the length of weight are multiples of 16. Gradients for x, weight, scale, value_row, value_gate and through terms.
     """
-    return apply(x, weight, scale, cos, sin, is_start, value_row, value_gate, qk_dim, head_dim, key_offset, terms, into, True)
+    return fp8_heads(x, weight, scale, cos, sin, is_start, value_row, value_gate, qk_dim, head_dim, key_offset, terms, into, True)

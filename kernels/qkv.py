@@ -6,7 +6,7 @@ tokens of 6 heads of 128 channels in bf16 that is 453 and 604 MB, at the bandwid
 value rows add 75 and 151 MB. Compiled PyTorch takes several passes each way.
 
 b rows is a `Term` that all layers share, such as a trigram's row, as wide as a head: the i-th goes to the i-th head alone. It adds 13 MB
-forward and nothing backward, where a layer leaves that head's part of v's gradient to `kernels.shared_rows`. Its time is not measured yet.
+forward and nothing backward, where a layer leaves that head's part of v's gradient to `kernels.shared_rows`.
 
 A program takes one head of a few tokens, Q, K and V of it. Norms are computed again in the backward pass; what is rotated
 with a channel is read a second time, from cache: so a row keeps one layout, is read in whole lines and needs no shared memory.
@@ -27,7 +27,7 @@ from kernels.value_gate import value_mix, value_mix_backward, value_mix_referenc
 EPS = torch.finfo(torch.float32).eps            # what rms_norm adds for every dtype up to float32
 # (tokens a program, warps); the first is used. With 8 tokens of 128 channels to 4 warps a thread has 16 bytes of each row.
 CONFIGS = [(8, 4), (4, 2), (2, 1), (8, 2), (16, 8), (16, 4), (32, 8)]
-# Backward in FP8, a multiple of 16 tokens, of which 32 fill a sector of a transposed row; not measured yet. Registers a thread with
+# Backward in FP8, a multiple of 16 tokens, of which 32 fill a sector of a transposed row; not swept yet. Registers a thread with
 # heads of 128 channels, of queries and keys of 128 / 64 (Triton 3.6, sm_90).
 FP8_CONFIGS = [(32, 8), (64, 16), (16, 4), (32, 4), (64, 8)]             # 120 / 77, 124 / 78, 93 / 67, 233 / 125, 234 / 123
 E5M2 = torch.float8_e5m2
