@@ -22,8 +22,8 @@ from kernels.shared_rows import Term
 
 # (tokens a program, warps, most registers a thread); of tokens, a multiple of 16, 32 fill a sector of a transposed row. The first is used;
 # where a row is longer than LONG, the last, which holds 2,048 columns. Registers of width 768, three addends and a row (Triton 3.6, sm_90):
-CONFIGS = [(32, 16, None), (32, 16, 64), (16, 8, None),                  # 114, 64 (and 16 bytes a thread spilled, for a second program
-           (64, 16, None), (32, 8, None), (16, 16, None)]                # a multiprocessor), 80; 128, 211, 63
+CONFIGS = [(32, 16, 64), (32, 16, None), (16, 8, None),                  # 64 (16 bytes a thread spilled, for a second program a
+           (64, 16, None), (32, 8, None), (16, 16, None)]                # multiprocessor: 100 µs for 125), 114, 80; 128, 211, 63
 COLUMNS, LONG = 256, 1024                                                # a chunk's: 16 bytes of bfloat16 for each thread of a warp
 
 

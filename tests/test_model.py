@@ -116,7 +116,13 @@ def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
         return torch.stack(trainer.model(train_gpt.to_device(batch._replace(targets=targets), DEVICE), trainer.schedule.at(0)))
 
 
-INGREDIENTS = {"trigram_rows": 512}     # off on GPUs so far
+@pytest.fixture
+def config(config):
+    """With FP8 in layers only where a test asks for it, on a GPU as on a CPU."""
+    return replace(config, fp8_mlp=False, fp8_attention=False)
+
+
+INGREDIENTS = {"trigram_rows": 512}
 
 
 @pytest.fixture(params=[{}, INGREDIENTS | {"qk_dim": 16}], ids=["recipe", "every ingredient and narrow queries and keys"])
@@ -346,7 +352,8 @@ def test_what_fp8_products_alone_read_is_normed_into_fp8(config, off, wanted, mo
     for name in ("has_fp8", "has_mlp"):
         monkeypatch.setattr(train_gpt, name, lambda device: True)
     monkeypatch.setattr(train_gpt, "compiled", lambda config, device, *functions: on_a_gpu(config, torch.device("cuda"), *functions))
-    model = train_gpt.GPT(replace(config, compile=False, **{off: False} if off else {}), train_gpt.World())
+    on = {"compile": False, "fp8_mlp": True, "fp8_attention": True}
+    model = train_gpt.GPT(replace(config, **on | ({off: False} if off else {})), train_gpt.World())
     assert (model.part[norm_fork_twin] is norm_fork_fp8, model.part[mlp_input_twin] is mlp_input_fp8) == wanted
 
 

@@ -39,10 +39,11 @@ def test_the_commands_for_gpus_start_the_program_with_torchrun():
 
 @pytest.mark.parametrize("settings", sorted(settings_for_gpus()), ids=" ".join)
 def test_settings_of_commands_for_gpus(settings):
-    """With two ranks on this machine in place of its GPUs and nodes: whichever launcher starts them."""
+    """With two ranks on this machine's processor in place of GPUs and nodes: whichever launcher starts them."""
     train_gpt.parse_config([*settings, "--preset", "cpu"])
     result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_gpt.py", *settings,
-                             *SHORT, "--write_log", "false"], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
+                             *SHORT, "--write_log", "false"], cwd=ROOT, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True,
+                             text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
 
