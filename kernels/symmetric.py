@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 
-# (tile, depth, warps, stages), from kernels.bench --sweep: the first is used, for k > 2048 the second. With three
-# stages and 128 registers a thread two programs share a multiprocessor; a long sum prefers one with four stages.
-CONFIGS = [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3), (128, 64, 4, 4), (64, 64, 4, 4)]
+# (tile, depth, warps, stages), from kernels.bench --sweep. The first is used: with three stages and 128 registers a thread two
+# programs share a multiprocessor. The second, where x's rows do not lie in a row; the third, where so few tiles leave half of the GPU idle.
+CONFIGS = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 4, 4)]
+FEW = 64
 
 
 def gram_reference(x: Tensor) -> Tensor:
@@ -96,18 +97,26 @@ def symmetric_kernel(x_ptr, out_ptr, sums_ptr, column_scale_ptr, m, k, x_batch, 
         tl.store(out_ptr + columns[None, :] * m + rows[:, None], mirrored, mask=inside)
 
 
+def _triangle(x: Tensor, tile: int) -> int:
+    """How many tiles the lower triangles of all products have."""
+    tiles = triton.cdiv(x.shape[1], tile)
+    return x.shape[0] * tiles * (tiles + 1) // 2
+
+
+def _config(x: Tensor) -> tuple[int, int, int, int]:
+    return CONFIGS[2 if _triangle(x, CONFIGS[0][0]) < FEW else 0 if x.stride(2) == 1 else 1]
+
+
 def _launch(x: Tensor, a: float, b: float, c: float, polynomial: bool, sums: Tensor | None, scale: Tensor | None,
             tuned: tuple[int, int, int, int] | None) -> Tensor:
     batch, m, k = x.shape
-    tile, depth, warps, stages = tuned or CONFIGS[0 if k <= 2048 else 1]
+    tile, depth, warps, stages = tuned or _config(x)
     out = torch.empty(batch, m, m, dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(m, tile)
-    grid = (batch * tiles * (tiles + 1) // 2,)
     if out.numel():
-        symmetric_kernel[grid](x, out, sums, scale, m, k, *x.stride(), a, b, c, POLYNOMIAL=polynomial,
-                               ROW_SUMS=sums is not None, SCALED=scale is not None,
-                               TILE=tile, DEPTH=depth, GROUP=8, num_warps=warps, num_stages=stages,
-                               maxnreg=128 if warps == 8 else None)
+        symmetric_kernel[_triangle(x, tile),](
+            x, out, sums, scale, m, k, *x.stride(), a, b, c, POLYNOMIAL=polynomial, ROW_SUMS=sums is not None,
+            SCALED=scale is not None, TILE=tile, DEPTH=depth, GROUP=8, num_warps=warps, num_stages=stages,
+            maxnreg=128 if warps == 8 else None)
     return out
 
 
@@ -129,8 +138,8 @@ def gram(
 def gram_with_row_sums(x: Tensor, tuned: tuple[int, int, int, int] | None = None) -> tuple[Tensor, Tensor]:
     """A = X Xᵀ and float32 partial sums (batch, parts, m): summed over the parts, row i of |A|."""
     _check(x)
-    tile = (tuned or CONFIGS[0])[0]  # the same in all that may be chosen
-    sums = torch.empty(len(x), triton.cdiv(x.shape[1], tile), x.shape[1], dtype=torch.float32, device=x.device)
+    tuned = tuned or _config(x)
+    sums = torch.empty(len(x), triton.cdiv(x.shape[1], tuned[0]), x.shape[1], dtype=torch.float32, device=x.device)
     return _launch(x, 0.0, 0.0, 1.0, False, sums, None, tuned), sums
 
 

@@ -40,7 +40,7 @@ from kernels.row_adam import row_adam, row_adam_twin
 from kernels.shared_rows import CONFIGS as SHARED_CONFIGS
 from kernels.shared_rows import Term, share, share_twin, shared_rows, shared_rows_reference
 from kernels.symmetric import (
-    gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference)
+    CONFIGS as SYMMETRIC_CONFIGS, gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference)
 from kernels.transpose import add_transposed, add_transposed_reference, transpose, transpose_reference
 from kernels.value_gate import value_mix, value_mix_backward, value_mix_reference
 
@@ -128,6 +128,19 @@ def test_gram(shape, dtype):
         assert_as_exact_as_pytorch(out, gram_reference(x), exact)
         assert torch.equal(out, out.mT) and torch.equal(out, gram(x))
         torch.testing.assert_close(sums.sum(1), exact.abs().sum(-1).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tuned", SYMMETRIC_CONFIGS)
+def test_symmetric_products_of_every_configuration(tuned):
+    """With more than one tile a row, and one that is not full."""
+    x = random(2, 130, 70)
+    out, sums = gram_with_row_sums(x, tuned)
+    exact = x.double() @ x.double().mT
+    assert_as_exact_as_pytorch(out, gram_reference(x), exact)
+    assert torch.equal(out, out.mT) and torch.equal(out, gram(x, tuned))
+    torch.testing.assert_close(sums.sum(1), exact.abs().sum(-1).float(), rtol=1e-5, atol=1e-5)
+    assert_as_exact_as_pytorch(polynomial(out, 3.5, -2.5, 0.5, tuned=tuned), polynomial_reference(out, 3.5, -2.5, 0.5),
+                               polynomial_reference(out.double(), 3.5, -2.5, 0.5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
