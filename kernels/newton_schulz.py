@@ -10,7 +10,7 @@ the first P as P·diag(s).
   with little slack, at the price of a slightly different direction: polar(diag(s) X).
 - "frobenius": s = 1 / (1.02 ‖X‖_F) for all rows.
 
-One H200, 4 × 3072 × 768: 214 µs with 4 steps after AOL, 271 µs with 5 plain ones, compiled plain PyTorch with 5 steps 394 µs
+One H200, 4 × 3072 × 768: 220 µs with 4 steps after AOL, 278 µs with 5 plain ones, compiled plain PyTorch with 5 steps 396 µs
 (README.md), whatever their coefficients. On the momentum of a training run 5 plain steps come nearer to the polar factor.
 """
 

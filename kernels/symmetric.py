@@ -2,8 +2,8 @@
 
 Half the FLOP (m·m·k instead of 2·m·m·k) and an output that equals its transpose bit for bit. XᵀX needs no
 transposed copy: pass `x.mT`, the kernel follows the strides. The first product can also sum |A| along its
-rows, which is what AOL preconditioning needs (newton_schulz.py). One H200: 1.6–1.7 times torch's rate at 4096² and
-8192², on batches of 4 to 32 of 768 rows A 0.9–1.3 and P 1.4–1.6 times; at 2048² 1.0 and 1.1; slower for one of 768 (README.md).
+rows, which is what AOL preconditioning needs (newton_schulz.py). One H200: 1.7–1.8 times torch's rate at 4096² and
+8192², for 1 to 32 of 768 rows A 0.8–1.3 and P 1.4–1.7 times; at 2048² 1.0 and 1.1 (README.md).
 """
 
 import torch
