@@ -43,7 +43,8 @@ def flash4_attention(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, max_le
     if q.size(-1) != v.size(-1):
         fit_tiles(interface)
     out = flash_attn_varlen_func(q, k, v, cu_seqlens_q=boundaries, cu_seqlens_k=boundaries, max_seqlen_q=max_length,
-                                 max_seqlen_k=max_length, softmax_scale=scale, causal=True, window_size=(window, 0))
+                                 max_seqlen_k=max_length, softmax_scale=scale, causal=True, window_size=(window, 0),
+                                 deterministic=torch.are_deterministic_algorithms_enabled())     # else dQ is summed as blocks end
     return out[0] if isinstance(out, tuple) else out
 
 

@@ -4,7 +4,8 @@
 
 Prints a row for the settings given, one for each `--try` (changes on top of them) and, first and last the same, how far the machine
 drifted: the median over steps of each stage, half of them with an update by Adam. Takes train_gpt.py's settings; --check first
-takes the first steps twice eagerly and twice as graphs, from the same weights, and prints how far the losses differ.
+takes the first steps twice eagerly and twice as graphs, from the same weights, and prints how far the losses differ: with attention's
+gradients summed in one order, and as they are trained with, in any.
 """
 import argparse
 import gc
@@ -80,18 +81,23 @@ def losses(trainer: train_gpt.Trainer, start: tuple, count: int) -> list[float]:
     return torch.stack([trainer.step(step, trainer.loader.batches(step.index)) for step in steps]).tolist()
 
 
-def check(config: train_gpt.Config, world: train_gpt.World, count: int) -> str:
+def apart(a: list[float], b: list[float]) -> str:
+    """By how much at most, and from which step on."""
+    first = next((i for i, (x, y) in enumerate(zip(a, b), 1) if x != y), None)
+    return f"{max(abs(x - y) for x, y in zip(a, b)):.6f}" + (f" (first at {first})" if first else "")
+
+
+def check(config: train_gpt.Config, world: train_gpt.World, count: int, deterministic: bool) -> str:
     """How far the first losses of two eager runs and two of graphs, from the same weights, differ from each other."""
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)    # attention's backward pass obeys it
+    torch.utils.deterministic.fill_uninitialized_memory = False          # the program as it is
     trainer = build(config, world)
     start, graphs, runs = trainer.optimizer.snapshot(), trainer.graphs, []
     for chosen in ({}, {}, graphs, graphs):
         trainer.graphs = chosen
         runs.append(losses(trainer, start, count))
-
-    def apart(a: list[float], b: list[float]) -> str:
-        return f"{max(abs(x - y) for x, y in zip(a, b)):.6f}"
-
-    return (f"{count} losses differ by at most: eager twice {apart(*runs[:2])}, eager and graphs {apart(runs[0], runs[2])} and "
+    torch.use_deterministic_algorithms(False)
+    return (f"{count} losses{' of deterministic kernels' * deterministic} differ by at most: eager twice {apart(*runs[:2])}, eager and graphs {apart(runs[0], runs[2])} and "
             f"{apart(runs[1], runs[2])}, graphs twice {apart(*runs[2:])}" + ("" if graphs else " (there are no graphs here)"))
 
 
@@ -107,7 +113,8 @@ def main() -> int:
         world = train_gpt.World()
         say = print if world.rank == 0 else lambda *_: None
         if options.check:
-            say(check(config, world, options.check))
+            for deterministic in (True, False):
+                say(check(config, world, options.check, deterministic))
         rows = []
         for name, changed in variants + variants[:1] * (len(variants) > 1):
             trainer = build(replace(config, **changed), world)

@@ -1,8 +1,9 @@
 """The model: attention against a dense reference, causality, documents apart, schedule, FP8, every switch."""
 import math
+import sys
 from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -65,6 +66,18 @@ def test_flash4_chooses_its_tiles_by_the_wider_heads():
         assert interface._tile_size_bwd_sm90(64, 128, True, sparse_block_size_q=3) == (128, 128, True, 3)
         assert interface._tile_size_bwd_sm90(192, 128, True) == (192, 128, True, None)
     assert interface._tile_size_bwd_sm90.__wrapped__ is tiles and not hasattr(interface, "_tile_size_fwd_sm90")
+
+
+def test_attention_is_deterministic_where_torch_shall_be(monkeypatch):
+    asked = []
+    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
+    interface = SimpleNamespace(flash_attn_varlen_func=lambda q, k, v, **named: asked.append(named["deterministic"]) or q, interface=None)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", interface)
+    x, boundaries = torch.randn(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
+    for on in (True, False):
+        torch.use_deterministic_algorithms(on)
+        ATTENTION["flash4"](x, x, x, boundaries, 4, 2, 0.1)
+    assert asked == [True, False]
 
 
 def test_torchs_attention_gets_queries_keys_and_values_of_one_width(monkeypatch):
