@@ -52,6 +52,15 @@ def sigmoid(z, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def rough_sigmoid(z, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+    """The same within 3e-4, in one instruction: for a gradient that FP8 rounds by up to 12% anyway."""
+    HALF: tl.constexpr = 0.5 / WIDTH
+    tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [z.to(tl.float32) * HALF + SHIFT * HALF],
+                                     dtype=tl.float32, is_pure=True, pack=1)
+    return 0.5 + 0.5 * tanh
+
+
+@triton.jit
 def exp_below_cap(sigma, CAP: tl.constexpr):
     """e^(s - CAP) for s = CAP·sigma: at most 1, at least e^-23, so no row needs its maximum."""
     RATE: tl.constexpr = CAP * 1.4426950408889634
@@ -101,13 +110,14 @@ def loss_kernel(logits_ptr, targets_ptr, weights_ptr, columns_ptr, losses_ptr, s
 @triton.jit
 def gradient_kernel(logits_ptr, columns_ptr, share_ptr, grad_ptr, transposed_ptr, scale_ptr, tokens, vocabulary,
                     logits_row, grad_row, transposed_row,
-                    CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
+                    CAP: tl.constexpr, SHIFT: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr, ROUGH: tl.constexpr,
                     SCALED: tl.constexpr, TRANSPOSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column_tiles = tl.cdiv(vocabulary, COLUMNS)
     token = (tl.program_id(0) // column_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     column = (tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
     inside = (token < tokens) & (column < vocabulary)
-    sigma = sigmoid(tl.load(logits_ptr + token * logits_row + column, mask=inside, other=0.0), SHIFT, WIDTH)
+    z = tl.load(logits_ptr + token * logits_row + column, mask=inside, other=0.0)
+    sigma = rough_sigmoid(z, SHIFT, WIDTH) if ROUGH else sigmoid(z, SHIFT, WIDTH)
     share = tl.load(share_ptr + token, mask=token < tokens, other=0.0)
     grad = share * exp_below_cap(sigma, CAP) * scaled_slope(sigma, scale_ptr, CAP, WIDTH, SCALED)
     if WEIGHTED:
@@ -183,11 +193,12 @@ def cross_entropy(
     if grad is not None:
         rows, columns, warps = tuned or CONFIGS[transposed is not None]
         form |= dict(SCALED=scale is not None, TRANSPOSE=transposed is not None)
+        rough = grad.element_size() == 1 and grad.is_cuda  # the interpreter runs no PTX
         transposed_row = 0 if transposed is None else transposed.stride(0)
         gradient_kernel[(triton.cdiv(tokens, rows) * triton.cdiv(vocabulary, columns),)](
             logits, column_weights, share, grad, transposed, scale, tokens, vocabulary,
             logits.stride(0), grad.stride(0), transposed_row,
-            **form, SHIFT=SHIFT, WEIGHTED=weighted, ROWS=rows, COLUMNS=columns, num_warps=warps)
+            **form, SHIFT=SHIFT, WEIGHTED=weighted, ROUGH=rough, ROWS=rows, COLUMNS=columns, num_warps=warps)
         target_kernel[(triton.cdiv(tokens, 128),)](
             targets, weights, share, sigma, grad, transposed, scale, tokens, vocabulary, grad.stride(0), transposed_row,
             **form, TARGETS=k, BLOCK=128, num_warps=4)

@@ -89,24 +89,24 @@ def pairs(x, dtype: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def finish(product, act_desc, act_scale_ptr, out_desc, fp8_desc, transposed_desc, fp8_scale_ptr, row, column, LIMIT: tl.constexpr):
+def finish(product, factor, act_desc, out_desc, fp8_desc, transposed_desc, to_fp8, row, column, LIMIT: tl.constexpr):
     """Apply the epilogue to a tile and store it: as it is, in FP8, and that transposed in pairs; what is None is not there."""
+    product *= factor
     if act_desc is not None:
-        act = act_desc.load([row, column]).to(tl.float32)
-        if act_scale_ptr is not None:
-            act *= tl.load(act_scale_ptr)
-        product *= 2 * tl.sqrt(act)
+        product *= tl.sqrt(act_desc.load([row, column]).to(tl.float32))
     else:
-        product = tl.where(product < 0, 0.0, product)  # keeps NaN, as a maximum would not
+        product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
         product *= product
     if out_desc is not None:
         out_desc.store([row, column], product.to(out_desc.dtype))
+        if fp8_desc is not None:
+            product *= to_fp8
     if fp8_desc is not None:
-        inverse = 1 / tl.load(fp8_scale_ptr)
-        scaled = tl.clamp(product * inverse, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        fp8_desc.store([row, column], scaled.to(fp8_desc.dtype))
+        if LIMIT is not None:
+            product = tl.clamp(product, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        fp8_desc.store([row, column], product.to(fp8_desc.dtype))
         if transposed_desc is not None:
-            transposed_desc.store([column, row // 2], pairs(scaled, fp8_desc.dtype, scaled.shape[0], scaled.shape[1]).T)
+            transposed_desc.store([column, row // 2], pairs(product, fp8_desc.dtype, product.shape[0], product.shape[1]).T)
 
 
 @triton.jit
@@ -123,14 +123,26 @@ def product_kernel(x_desc, w_desc, act_desc, act_scale_ptr, out_desc, fp8_desc, 
         for start in range(0, width, DEPTH):
             product = tl.dot(x_desc.load([row, start]), w_desc.load([column, start]).T, product,
                              input_precision="ieee")
+        # Scales as one factor, which multiplies before the square; of FP8 alone theirs is in it.
+        factor, to_fp8 = 1.0, 1.0
         if scale_ptr is not None:
-            product *= tl.load(scale_ptr)
+            factor = tl.load(scale_ptr)
+        if fp8_desc is not None:
+            to_fp8 = 1 / tl.load(fp8_scale_ptr)
+        if act_desc is not None:
+            factor *= 2
+            if act_scale_ptr is not None:
+                factor *= tl.sqrt(tl.load(act_scale_ptr))
+            if out_desc is None:
+                factor *= to_fp8
+        elif out_desc is None:
+            factor *= tl.sqrt(to_fp8)
         # In two halves, which need half the shared memory: what is saved deepens the pipeline.
         halves = tl.permute(tl.reshape(product, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
         left, right = tl.split(halves)
-        finish(left, act_desc, act_scale_ptr, out_desc, fp8_desc, transposed_desc, fp8_scale_ptr, row, column, LIMIT)
+        finish(left, factor, act_desc, out_desc, fp8_desc, transposed_desc, to_fp8, row, column, LIMIT)
         column += COLUMNS // 2
-        finish(right, act_desc, act_scale_ptr, out_desc, fp8_desc, transposed_desc, fp8_scale_ptr, row, column, LIMIT)
+        finish(right, factor, act_desc, out_desc, fp8_desc, transposed_desc, to_fp8, row, column, LIMIT)
 
 
 def _check(x: Tensor, w: Tensor, act: Tensor | None, fp8: Tensor | None, scales: tuple[Tensor | None, ...]) -> None:
@@ -169,7 +181,7 @@ def _launch(x: Tensor, w: Tensor, scale: Tensor | None, fp8_scale: Tensor | None
         tiled(x, rows, depth), tiled(w, columns, depth), tiled(act, rows, columns // 2), act_scale,
         tiled(out, rows, columns // 2), tiled(fp8, rows, columns // 2), tiled(transposed, columns // 2, rows // 2),
         scale, fp8_scale, len(x), len(w), x.shape[1],
-        LIMIT=0.0 if fp8 is None else torch.finfo(fp8.dtype).max, PROGRAMS=programs,
+        LIMIT=None if fp8 is None or fp8.is_cuda else torch.finfo(fp8.dtype).max, PROGRAMS=programs,
         ROWS=rows, COLUMNS=columns, DEPTH=depth, GROUP=8, num_warps=warps, num_stages=stages)
 
 
