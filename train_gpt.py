@@ -1014,7 +1014,7 @@ class Trainer:
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Batch]]] = {}    # by kind of step, with the input it reads
 
     def step(self, step: Step, batches: list[Batch]) -> Tensor:
-        """Train on this rank's micro-batches of a step, on the host; returns the mean next-token loss over all ranks (0-dim, no wait)."""
+        """Train on this rank's micro-batches of a step, on any device; returns the mean next-token loss over all ranks (0-dim, no wait)."""
         if not step.tied:
             self.optimizer.untie()
         # What differs between steps of one kind, as numbers on the device: a captured step reads them there.
@@ -1023,8 +1023,7 @@ class Trainer:
             number.fill_(value)
         if step.kind in self.graphs:
             graph, inputs = self.graphs[step.kind]
-            for mine, new in zip(inputs, batches, strict=True):
-                copy_all(mine[:-1], new[:-1])
+            torch._foreach_copy_(*([x for batch in side for x in batch[:-1]] for side in (inputs, batches)))
             graph.replay()
         else:
             self.program(step, [to_device(batch, self.world.device) for batch in batches])

@@ -14,6 +14,8 @@ from data.shards import ShardError, document_starts, open_shard, shards_in
 if TYPE_CHECKING:
     from train_gpt import Config, Schedule, Step, World
 
+AHEAD = 4           # steps whose batches are made before they are taken
+ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
 
 class Batch(NamedTuple):
     """Sequences packed end to end. `boundaries` has a fixed length; entries past the last sequence repeat `tokens`' length."""
@@ -130,27 +132,64 @@ class Loader:
         return batches
 
     def prefetch(self, first: int, last: int) -> Iterator[list[Batch]]:
-        """The batches of steps first ... last - 1, made by a thread a few steps ahead."""
-        def make(index: int) -> list[Batch]:
-            return [pinned(batch, self.world.device) for batch in self.batches(index)]
+        """The batches of steps first ... last - 1, made a few steps ahead by a thread that also brings them to a GPU.
 
-        with ThreadPoolExecutor(1) as thread:
-            ahead: deque[Future] = deque()
-            for index in range(first, last + 4):
-                if index < last:
-                    ahead.append(thread.submit(make, index))
-                if index >= first + 4:
-                    yield ahead.popleft().result()
+        What a batch lies in is written over a few steps later, behind all that was launched before the next one was asked for.
+        """
+        device, rooms = self.world.device, []
+        if device.type == "cuda":
+            batch, share = max(self.config.batch_tokens), self.config.micro_batches // self.world.size
+            largest = 2 * batch // self.world.size + share * (max(self.most.values()) + 1 + self.config.padded_vocab + 4 * ALIGNED)
+            rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], torch.cuda.Stream(device)
+
+        def make(index: int) -> list[Batch]:
+            batches = self.batches(index)
+            return rooms[index % len(rooms)].bring(batches, stream) if rooms else batches
+
+        def taken() -> Iterator[list[Batch]]:
+            with ThreadPoolExecutor(1) as thread:
+                ahead: deque[Future] = deque()
+                for index in range(first, last + AHEAD):
+                    if index < last:
+                        ahead.append(thread.submit(make, index))
+                    if index >= first + AHEAD:
+                        batches = ahead.popleft().result()
+                        room = rooms[(index - AHEAD) % len(rooms)] if rooms else None
+                        if room:
+                            room.ready.wait()
+                        yield batches
+                        if room:
+                            room.left.record()
+        return taken()
+
+
+class Room:
+    """For the batches of one step, as one tensor each in pinned memory and on a GPU."""
+
+    def __init__(self, size: int, device: torch.device):
+        self.here = torch.empty(size, dtype=torch.int32, pin_memory=True)
+        self.there = torch.empty(size, dtype=torch.int32, device=device)
+        self.ready, self.left = torch.cuda.Event(), torch.cuda.Event()   # the copy has arrived; nobody reads it any more
+
+    def bring(self, batches: list[Batch], stream: torch.cuda.Stream) -> list[Batch]:
+        """Copy them to the GPU, in one piece, on `stream`; they are there once `ready` is."""
+        tensors = [x for batch in batches for x in batch[:-1]]
+        sizes = [x.numel() + -x.numel() % ALIGNED for x in tensors]
+        total = sum(sizes)
+        self.ready.synchronize()                                         # what was here before has left
+        for piece, x in zip(self.here[:total].split(sizes), tensors):
+            piece[:x.numel()].copy_(x)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self.left)
+            self.there[:total].copy_(self.here[:total], non_blocking=True)
+            self.ready.record()
+        arrived = iter(piece[:x.numel()] for piece, x in zip(self.there[:total].split(sizes), tensors))
+        return [Batch(*(next(arrived) for _ in batch[:-1]), batch.max_length) for batch in batches]
 
 
 def make_batch(sequences: Iterable[Sequence], n: int, most: int, longest: int, config: "Config") -> Batch:
     arrays = pack(sequences, n, most, longest, config.document_start)
     return Batch(*map(torch.from_numpy, arrays), torch.empty(0, dtype=torch.int32), longest)
-
-
-def pinned(batch: Batch, device: torch.device) -> Batch:
-    """In memory from which a GPU copies while nothing waits."""
-    return batch if device.type == "cpu" else Batch(*(x.pin_memory() for x in batch[:-1]), batch.max_length)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -16,7 +16,7 @@ from dataclasses import fields, replace
 import torch
 
 import train_gpt
-from data.loader import pinned
+from data.loader import to_device
 from data.shards import ShardError
 from records.clock import Clock
 from records.markdown import table
@@ -39,7 +39,7 @@ def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
     """The median milliseconds of a step in each stage, over `steps` of them, after four that are not timed."""
     device, medians = trainer.world.device, []
     for pair in stages(trainer.schedule):
-        batches = [[pinned(batch, device) for batch in trainer.loader.batches(step.index)] for step in pair]
+        batches = [[to_device(batch, device) for batch in trainer.loader.batches(step.index)] for step in pair]
         clock, laps = Clock(device), []
         for i in range(4 + steps):
             if i == 4:

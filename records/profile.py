@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import train_gpt
-from data.loader import pinned
+from data.loader import to_device
 from data.shards import ShardError
 
 # The family of a kernel is the first whose pattern its name has.
@@ -87,7 +87,7 @@ def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, 
     device, columns = trainer.world.device, {}
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     for i, step in enumerate(tqdm(trainer.schedule.kinds().values(), unit="kind", disable=trainer.world.rank > 0)):
-        batches = [pinned(batch, device) for batch in trainer.loader.batches(step.index)]
+        batches = [to_device(batch, device) for batch in trainer.loader.batches(step.index)]
         for _ in range(2):
             trainer.step(step, batches)
         trainer.world.wait_for_all()

@@ -20,8 +20,8 @@ from data.shards import ShardError, find_shards, open_shard, write_shard
 CPU = torch.device("cpu")
 
 
-def loader(config, rank=0, size=1) -> Loader:
-    return Loader(config, train_gpt.Schedule(config), SimpleNamespace(rank=rank, size=size, device=CPU))
+def loader(config, rank=0, size=1, device=CPU) -> Loader:
+    return Loader(config, train_gpt.Schedule(config), SimpleNamespace(rank=rank, size=size, device=device))
 
 
 def reference(config):
@@ -134,6 +134,19 @@ def test_columns_hold_all_targets_and_a_sample_of_the_rest(sampled):
             seen.update(set(columns.tolist()) - set(targets.tolist()))
     assert all(most[n] + 300 <= count < most[n] + 300 + 256 + 64 and count % 256 == 0 for n, count in plan.columns.items())
     assert len(seen) > 4000 and len(plan.columns) == 3                   # the samples differ
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to bring them to")
+def test_batches_come_to_a_gpu_unharmed(sampled):
+    """Also where it lags behind the thread, which writes new ones where old ones are still to be read."""
+    plan, copies = loader(sampled, device=torch.device("cuda")), []
+    for batches in plan.prefetch(0, len(plan.schedule)):
+        assert all(x.is_cuda and x.data_ptr() % 128 == 0 for batch in batches for x in batch[:-1] if len(x))
+        torch.cuda._sleep(20_000_000)                                    # 10 ms
+        copies.append([[x.clone() for x in batch[:-1]] for batch in batches])
+    for index, batches in enumerate(copies):
+        for mine, batch in zip(batches, plan.batches(index), strict=True):
+            assert all(torch.equal(x.cpu(), y) for x, y in zip(mine, batch[:-1], strict=True))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
