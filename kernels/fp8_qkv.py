@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.fp8_linear import product, quantise
-from kernels.fp8_scales import gradient_scales, gradient_scales_twin
+from kernels.fp8_scales import qkv_scales, qkv_scales_twin
 from kernels.linear import weight_gradients
 from kernels.mlp import to_fp8
 from kernels.quantize import Quantized, normed_scale, paired
@@ -41,20 +41,24 @@ class FP8Heads(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
                 value_gate: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...],
                 into: Tensor | None, fused: bool, x8: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
-        x_scale = torch.full((), normed_scale(x.size(1)), device=x.device)
-        # Of any matrix's rows: its scale, and that times the learned one, with which the product alone is scaled.
-        weight_scale, weight_scale_learned, _ = (gradient_scales if fused else gradient_scales_twin)(weight, scale, scale)
-        seen = None
+        of_normed = normed_scale(x.size(1))
+        # With the learned scale the product alone is scaled, the weight not.
+        weight_scale, weight_scale_learned, x_scale, grad_scale = (qkv_scales if fused else qkv_scales_twin)(
+            weight, scale, of_normed, GRADIENT_SCALE)
+        seen, mix = None, None
         if value_row is not None:
-            seen = (x8[0] if x8 else x)[:, :value_gate.size(1) // 2].to(x.dtype, copy=True)
-            seen = seen.mul_(normed_scale(x.size(1))) if x8 else seen
+            columns, factor = (x8[0] if x8 else x)[:, :value_gate.size(1) // 2], of_normed if x8 else 1.0
+            if fused:
+                seen = torch.empty(columns.shape, dtype=x.dtype, device=x.device)
+                mix = value_mix(columns, value_row, value_gate, factor, seen)
+            else:
+                seen = columns.to(x.dtype) * factor
         x8, x8_transposed = x8 or to_fp8(x, x_scale, fused, True, in_pairs=True)
         weight8, weight8_transposed = to_fp8(weight, weight_scale, fused, True)
         qkv = product(x8, weight8.T, x_scale, weight_scale_learned, fast=True).type_as(x)
         tables, form = (cos, sin, is_start), (qk_dim, head_dim, key_offset)
-        mix = value_mix(seen, value_row, value_gate) if fused and seen is not None else None
         ctx.save_for_backward(qkv, *tables, value_row, value_gate, mix, seen, x8_transposed, weight, weight8_transposed, scale,
-                              x_scale, weight_scale_learned)
+                              x_scale, grad_scale, weight_scale_learned)
         ctx.form, ctx.fused, ctx.into, ctx.left = form, fused, into, [term[2:] for term in terms]
         if fused:
             heads = heads_forward(qkv, *tables, value_row, mix, *form, terms)
@@ -64,20 +68,21 @@ class FP8Heads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (qkv, *tables, value_row, value_gate, mix, seen, x8_transposed, weight, weight8_transposed, scale, x_scale,
+        (qkv, *tables, value_row, value_gate, mix, seen, x8_transposed, weight, weight8_transposed, scale, x_scale, grad_scale,
          weight_scale_learned) = ctx.saved_tensors
-        grads = *grads[:2], leave_heads(ctx.left, grads[2])
-        grad_scale, gate_grad = torch.full_like(x_scale, GRADIENT_SCALE), None
+        grads, gate_grad = (*grads[:2], leave_heads(ctx.left, grads[2])), None
         if ctx.fused:
             grad8, row_grad, mix_grad, transposed = heads_backward(*grads, qkv, *tables, value_row, mix, *ctx.form, scale=grad_scale)
-            if seen is not None:
-                seen_grad, gate_grad = value_mix_backward(mix_grad, mix, seen, value_row, value_gate, row_grad)
         else:
             grad8, transposed, seen_grad, row_grad, gate_grad = heads_backward_twin(
                 grads, qkv, tables, (seen, value_row, value_gate), ctx.form, grad_scale)
         x_grad = product(grad8, weight8_transposed.T, grad_scale, weight_scale_learned, fast=False).type_as(qkv)
-        if seen is not None:
-            x_grad[:, :seen.size(1)] += seen_grad                        # nobody else holds it yet (kernels/linear.py)
+        if seen is not None:                                             # added to x's, which nobody else holds yet (kernels/linear.py)
+            columns = x_grad[:, :seen.size(1)]
+            if ctx.fused:
+                _, gate_grad = value_mix_backward(mix_grad, mix, seen, value_row, value_gate, row_grad, columns)
+            else:
+                columns += seen_grad
         of_product = product(transposed, x8_transposed.T, grad_scale, x_scale, fast=False)       # of s·W
         values = len(weight) - grads[2][0].numel()                       # from here on; Q and K, which are normed, do not depend on the scale
         of_weight = weight_gradients(ctx.into, of_product, weight, scale, ctx.fused, values)

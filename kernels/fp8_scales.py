@@ -1,4 +1,4 @@
-"""The scales of an FP8 MLP from max_i ‖row i‖ of its weights and of its gradient: one pass over each, and one tiny kernel.
+"""The scales of FP8 products from max_i ‖row i‖ of their weights, and of an MLP's gradient: one pass over each, and one tiny kernel.
 
 A row's norm bounds its elements and, by Cauchy and Schwarz, what products make of it (`kernels.mlp`). Row norms, their largest and
 the arithmetic of the scales were some 25 launches a layer; here they are two each way. The largest is taken of the bit patterns of
@@ -38,6 +38,12 @@ def gradient_scales_twin(grad: Tensor, out_scale: Tensor, pre_bound: Tensor) -> 
     grad_norm = largest_row_norm(grad)
     grad_scale = scale_of(grad_norm, E4M3)
     return grad_scale, grad_scale * out_scale, scale_of(pre_bound * grad_norm, E5M2)
+
+
+def qkv_scales_twin(weight: Tensor, learned: Tensor, x_scale: float, grad_scale: float) -> tuple[Tensor, ...]:
+    """Plain PyTorch twin of `qkv_scales`."""
+    weight_scale = scale_of(largest_row_norm(weight), E4M3)
+    return weight_scale, weight_scale * learned, torch.full_like(weight_scale, x_scale), torch.full_like(weight_scale, grad_scale)
 
 
 @triton.jit
@@ -97,6 +103,16 @@ def gradient_scales_kernel(largest_ptr, scales_ptr, out_scale_ptr, pre_bound_ptr
     tl.store(scales_ptr + 2 * APART, scale(tl.load(pre_bound_ptr) * grad_norm, E5M2_MAX))
 
 
+@triton.jit
+def qkv_scales_kernel(largest_ptr, scales_ptr, learned_ptr, x_scale, grad_scale, E4M3_MAX: tl.constexpr, APART: tl.constexpr,
+                      PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    weight_scale = scale(largest_norm(largest_ptr, PROGRAMS, BLOCK), E4M3_MAX)
+    tl.store(scales_ptr, weight_scale)
+    tl.store(scales_ptr + APART, weight_scale * tl.load(learned_ptr))
+    tl.store(scales_ptr + 2 * APART, x_scale)
+    tl.store(scales_ptr + 3 * APART, grad_scale)
+
+
 def _largest(a: Tensor, b: Tensor | None, tuned: tuple[int, int, int] | None) -> tuple[Tensor, dict[str, int]]:
     """Bit patterns of the largest squared row norms that each program saw, (1 or 2, programs) int32; and what reads them."""
     for name, x in (("a", a), ("b", a if b is None else b)):
@@ -129,4 +145,13 @@ def gradient_scales(grad: Tensor, out_scale: Tensor, pre_bound: Tensor, tuned: t
     largest, form = _largest(grad, None, tuned)
     scales = torch.empty(3, APART, device=grad.device)
     gradient_scales_kernel[1,](largest, scales, out_scale, pre_bound, E5M2_MAX=torch.finfo(E5M2).max, **form)
+    return scales[:, 0].unbind()
+
+
+def qkv_scales(weight: Tensor, learned: Tensor, x_scale: float, grad_scale: float,
+               tuned: tuple[int, int, int] | None = None) -> tuple[Tensor, ...]:
+    """Four 0-dim float32: e4m3's scale of weight (out, in), that times `learned`, a 0-dim float32, and the two numbers given."""
+    largest, form = _largest(weight, None, tuned)
+    scales = torch.empty(4, APART, device=weight.device)
+    qkv_scales_kernel[1,](largest, scales, learned, x_scale, grad_scale, **form)
     return scales[:, 0].unbind()

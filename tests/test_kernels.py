@@ -18,7 +18,7 @@ from kernels.embedding import add_rows, add_rows_reference, embedding, embedding
 from kernels.fp8_linear import quantise
 from kernels.fp8_qkv import GRADIENT_SCALE, fp8_qkv_heads, fp8_qkv_heads_twin, heads_backward_twin
 from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
-from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_scales, weight_scales_twin
+from kernels.fp8_scales import gradient_scales, gradient_scales_twin, qkv_scales, qkv_scales_twin, weight_scales, weight_scales_twin
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.linear import add_scaled, add_scaled_reference, scaled, scaled_linear, scaled_linear_reference
 from kernels.master_weight import master_weight, store_master_weight
@@ -421,6 +421,7 @@ def test_fp8_scales_are_their_twins(rows, width, tuned):
             w_out *= bad == 0.0                                          # all zero, or zero where the other has what is no number
         pairs = [(weight_scales(w_in, w_out, tuned), weight_scales_twin(w_in, w_out))]
         pairs += [(gradient_scales(x, one, bound, tuned), gradient_scales_twin(x, one, bound)) for x in (w_in, w_out)]
+        pairs += [(qkv_scales(x, one, 0.3, 0.4, tuned), qkv_scales_twin(x, one, 0.3, 0.4)) for x in (w_in, w_out)]
         for ours, theirs in pairs:
             assert all(scale.shape == () and scale.data_ptr() % 16 == 0 for scale in ours)
             torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-5, atol=0, equal_nan=True)
@@ -947,6 +948,15 @@ def test_value_mix(n, heads, channels):
             twin, right = old + twin, old.double() + right
         assert_as_exact_as_pytorch(x.type_as(twin), twin, right)
     assert torch.equal(row_grad[:, channels:], old[:, channels:])
+    kept, wide = torch.empty_like(seen.contiguous()), random(n, 2 * channels)        # as a part of FP8 rows: scaled, and their gradient's
+    again = value_mix(seen * 4, row, gate, 0.25, kept)
+    assert torch.equal(kept, seen) and torch.equal(again, mix)
+    before, row_grad_again = wide.clone(), old.clone()
+    into, _ = value_mix_backward(mix_grad, mix, seen, row, gate, row_grad_again, wide[:, 1:channels + 1])
+    assert torch.equal(row_grad_again, row_grad) and into.data_ptr() == wide[:, 1:].data_ptr()
+    rounding = 2e-2 if DEVICE == "cuda" else 1e-5
+    torch.testing.assert_close(into, before[:, 1:channels + 1] + seen_grad, rtol=rounding, atol=rounding)
+    assert torch.equal(wide[:, 0], before[:, 0]) and torch.equal(wide[:, channels + 1:], before[:, channels + 1:])
 
 
 def test_qkv_heads_refuse_what_they_cannot_do():
