@@ -49,6 +49,7 @@ from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from kernels.shared_rows import Term, share, share_twin
+from kernels.smear import previous, smear, smear_twin
 from records.clock import Clock
 from records.machine import device_name, machine_facts
 from records.progress import Diverged, Report, summarise
@@ -412,12 +413,6 @@ class ReceiveColumns(torch.autograd.Function):
 
 # ---- The parts that torch.compile fuses: pure functions of tensors, one for each kind of work ------------------------
 
-def previous(x: Tensor, is_start: Tensor) -> Tensor:
-    """Each token's predecessor's row (n, ...); zero where a sequence starts, so that nothing crosses a document."""
-    shifted = torch.cat([x[:1], x[:-1]])
-    return shifted.masked_fill(is_start.view(-1, *[1] * (x.dim() - 1)), 0)
-
-
 def whole_rows(parts: Tensor, ranks: int) -> Tensor:
     """Rows (n, ranks c) of their parts (ranks n, c), rank by rank."""
     return parts.view(ranks, len(parts) // ranks, -1).transpose(0, 1).flatten(1)
@@ -426,15 +421,6 @@ def whole_rows(parts: Tensor, ranks: int) -> Tensor:
 def parts_of_rows(rows: Tensor, ranks: int) -> Tensor:
     """The reverse."""
     return rows.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
-
-
-def embed(rows: Tensor, is_start: Tensor, smear_gate: Tensor | None, smear: Tensor) -> Tensor:
-    """Normed token embeddings (n, width), each with a gated share of the previous token's."""
-    x = norm(rows)
-    if smear_gate is None:
-        return x
-    gate = smear * torch.sigmoid(x[:, :len(smear_gate)] @ smear_gate.type_as(x))
-    return norm(x + gate[:, None].type_as(x) * previous(x, is_start))
 
 
 def ngram_index(tokens: Tensor, is_start: Tensor, length: int, count: int) -> Tensor:
@@ -455,7 +441,7 @@ KERNELS = {                                                 # setting: Triton ke
     "fused_mlp": {mlp_twin: mlp},
     "fused_residual": {mlp_input_twin: mlp_input, norm_fork_twin: norm_fork, share_twin: share},
     "fused_qkv": {qkv_heads_twin: qkv_heads},
-    "fused_embedding": {embedding_twin: embedding},
+    "fused_embedding": {embedding_twin: embedding, smear_twin: smear},
     "fused_orthogonalisation": {newton_schulz_reference: newton_schulz},
     "fused_row_update": {row_adam_twin: row_adam},
 }
@@ -514,7 +500,7 @@ class GPT(nn.Module):
         self.smear_gate = small(config.gate_channels) if config.smear else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, whole_rows, parts_of_rows, embed, ngram_index, embedding_twin, share_twin, norm_fork_twin,
+        self.part = compiled(config, device, whole_rows, parts_of_rows, smear_twin, ngram_index, embedding_twin, share_twin, norm_fork_twin,
                              qkv_heads_twin, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
         self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
@@ -596,7 +582,7 @@ class GPT(nn.Module):
         is_start = is_start.index_fill_(0, batch.boundaries.long(), True)[:n]
         cos, sin, attention_scale = self.rotary[step.windows[1] * config.window_block]
         positions = cos[:n], sin[:n], is_start
-        smear, backout = self.scalars.unbind()
+        smear_share, backout = self.scalars.unbind()
         scales, residuals, value_gates = (x.unbind() for x in (self.attention_scalars, self.residual_scalars, self.value_gates))
 
         sort = sort_beside if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
@@ -609,7 +595,7 @@ class GPT(nn.Module):
             exchanges[name].send(run[embedding_twin](self.hashed()[name][1], sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
-        streams, normed = [(run[embed](rows, is_start, self.smear_gate, smear),)], {}   # streams[i]'s sum enters layer i, the last the head
+        streams, normed = [(run[smear_twin](rows, is_start, self.smear_gate, smear_share),)], {}   # streams[i]'s sum enters layer i, the last the head
         for i, layer in enumerate(config.layers):
             reached(i, streams[-1][-1])                                  # the last addend: the MLP before goes on from its gradient
             source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, embedding, head_loss, newton_schulz, quantize, row_adam, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, newton_schulz, quantize, row_adam, smear, symmetric, transpose
 from kernels.coefficients import lower_end, polar_express
 
 PLAIN_5, AOL_4, AOL_5 = polar_express(5), *(polar_express(steps, lower_end("aol", steps)) for steps in (4, 5))
@@ -206,4 +206,29 @@ def moving_cases() -> Iterator[Case]:
                transpose.transpose, transpose.transpose_reference, 0.0, 2.0 * 16384 * 50304, configs=transpose.CONFIGS)
 
 
-CASES = (orthogonalisation_cases, product_cases, head_cases, cross_entropy_cases, embedding_cases, row_adam_cases, moving_cases)
+def smear_cases(width: int = 768, channels: int = 12) -> Iterator[Case]:
+    """Behind the embedding. Its gradients alone against torch as it is: no other case has their configurations."""
+    def inputs(n: int) -> tuple:
+        is_start = torch.arange(n, device="cuda") % 512 == 0
+        return random(n, width), is_start, random(channels).float(), torch.tensor(0.5, device="cuda"), random(n, width)
+
+    def both_ways(function: Callable) -> Callable:
+        def run(rows: Tensor, is_start: Tensor, gate: Tensor, share: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+            leaves = [leaf(x) for x in (rows, gate, share)]
+            out = function(leaves[0], is_start, *leaves[1:])
+            return out.detach(), *torch.autograd.grad(out, leaves, grad)
+        return run
+
+    def back(rows: Tensor, is_start: Tensor, gate: Tensor, share: Tensor, grad: Tensor, **tuned) -> tuple[Tensor, ...]:
+        return smear.smear_backward(grad, rows, is_start, gate, share, **tuned)
+
+    for n in (16384, 49152):
+        shape, one, make = f"{n} × {width}", 2.0 * n * width, partial(inputs, n)
+        yield Case("smear", shape, lambda make=make: make()[:-1], smear.smear_forward, smear.smear_twin, 0.0, 2 * one, configs=smear.CONFIGS)
+        yield Case("smear, both ways", shape, make, smear.smear, smear.smear_twin, 0.0, 5 * one, wrap=both_ways,
+                   exact=both_ways(smear.smear_twin))
+        yield Case("its gradients alone (against both ways)", shape, make, back, lambda *x: both_ways(smear.smear_twin)(*x)[1:], 0.0, 3 * one,
+                   compile=False, configs=smear.BACKWARD_CONFIGS)
+
+
+CASES = (orthogonalisation_cases, product_cases, head_cases, cross_entropy_cases, embedding_cases, smear_cases, row_adam_cases, moving_cases)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import (
     cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, linear, mlp, newton_schulz, qkv, quantize, residual, residual_fp8, row_adam,
-    shared_rows, symmetric, transpose)
+    shared_rows, smear, symmetric, transpose)
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -203,6 +203,8 @@ def movers() -> Iterator[tuple[str, Callable]]:
     yield "add_scaled", lambda: linear.weight_gradients(None, x, x, scale, True, 7)
     order = embedding.sort_rows(torch.randint(9, (71,), device=DEVICE))
     yield "embedding's add_rows", lambda: embedding.add_rows(random(9, 133), x, *order[1:3])
+    seen = x, torch.rand(71, device=DEVICE) < 0.3, torch.rand(12, device=DEVICE), scale
+    yield "smear", lambda: (smear.smear_forward(*seen), *smear.smear_backward(x, *seen))
     rows = embedding.sort_rows(torch.randint(150, (71,), device=DEVICE))
     state = [torch.zeros(150, 133, device=DEVICE, dtype=dtype) for dtype in (torch.bfloat16, torch.int16, torch.bfloat16, torch.float32)]
     numbers = [torch.tensor(number, device=DEVICE) for number in (3.0, True, 0.1, 0.1)]
@@ -218,11 +220,10 @@ def movers() -> Iterator[tuple[str, Callable]]:
 
 def launch_each(times: int = 2) -> int:
     """Launch every kernel on small shapes, most no multiple of a tile; returns how many gave something that is not finite."""
-    failed = 0
-    for group in (products, losses, hidden, normed_into_fp8, heads, fp8_heads, residuals, movers):
+    failed, groups = 0, (products, losses, hidden, normed_into_fp8, heads, fp8_heads, residuals, movers)
+    for group in groups:
         for name, call in group():
-            for _ in range(times):
-                out = call()
+            out = [call() for _ in range(times)][-1]
             tensors = [out] if isinstance(out, Tensor) else [tensor for tensor in out if tensor is not None]
             finite = all(tensor.float().isfinite().all() for tensor in tensors)
             failed += not finite

@@ -39,6 +39,9 @@ from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
 from kernels.shared_rows import CONFIGS as SHARED_CONFIGS
 from kernels.shared_rows import Term, share, share_twin, shared_rows, shared_rows_reference
+from kernels.smear import BACKWARD_CONFIGS as SMEAR_BACKWARD_CONFIGS
+from kernels.smear import CONFIGS as SMEAR_CONFIGS
+from kernels.smear import smear, smear_backward, smear_forward, smear_twin
 from kernels.symmetric import (
     CONFIGS as SYMMETRIC_CONFIGS, gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference, product)
 from kernels.transpose import add_transposed, add_transposed_reference, transpose, transpose_reference
@@ -957,6 +960,48 @@ def test_value_mix(n, heads, channels):
     rounding = 2e-2 if DEVICE == "cuda" else 1e-5
     torch.testing.assert_close(into, before[:, 1:channels + 1] + seen_grad, rtol=rounding, atol=rounding)
     assert torch.equal(wide[:, 0], before[:, 0]) and torch.equal(wide[:, channels + 1:], before[:, channels + 1:])
+
+
+@pytest.mark.parametrize("n, width, channels", [(1, 16, 3), (37, 48, 12), (MANY, 272, 12)])
+def test_smear(n, width, channels):
+    """Both ways, with sequences of one token and of many, in every configuration; the first token sees none before it."""
+    rows, grad = random(n, width), random(n, width)
+    is_start = torch.rand(n, device=DEVICE) < 0.3
+    is_start[0] = True
+    gate, share = random(channels, dtype=torch.float32) / 2, torch.tensor(0.7, device=DEVICE)
+    exact, plain = [], []
+    for dtype, results in ((torch.float64, exact), (rows.dtype, plain)):
+        leaves = [x.detach().to(dtype if x is rows or dtype == torch.float64 else x.dtype).requires_grad_() for x in (rows, gate, share)]
+        out = smear_twin(leaves[0], is_start, *leaves[1:])
+        results += [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
+    leaves = [x.detach().requires_grad_() for x in (rows, gate, share)]
+    out = smear(leaves[0], is_start, *leaves[1:])
+    for ours, twin, right in zip((out, *torch.autograd.grad(out, leaves, grad)), plain, exact, strict=True):
+        if right.any():                                                  # of one token the gate's is zero
+            assert_as_exact_as_pytorch(ours, twin, right, slack=1e-6)
+        else:
+            assert not ours.any()
+    for tuned in SMEAR_CONFIGS:
+        assert_as_exact_as_pytorch(smear_forward(rows, is_start, gate, share, tuned), plain[0], exact[0])
+    for tuned in SMEAR_BACKWARD_CONFIGS:
+        results = smear_backward(grad, rows, is_start, gate, share, tuned)
+        assert_as_exact_as_pytorch(results[0], plain[1], exact[1])
+        assert all(map(torch.equal, results, smear_backward(grad, rows, is_start, gate, share, tuned)))
+    inverted = is_start.clone()
+    inverted[0] = False                                                  # says nothing: there is nothing before it
+    assert torch.equal(smear_forward(rows, inverted, gate, share), smear_forward(rows, is_start, gate, share))
+    assert torch.equal(smear(rows, is_start, None, share), smear_twin(rows, is_start, None, share))
+
+
+def test_smear_refuses_what_it_cannot_do():
+    rows, is_start, share = random(6, 16), torch.zeros(6, dtype=torch.bool, device=DEVICE), torch.ones((), device=DEVICE)
+    gate, long = random(3, dtype=torch.float32), random(17, dtype=torch.float32)
+    for name, call in (("rows", lambda: smear(rows.T, is_start, gate, share)), ("is_start", lambda: smear(rows, is_start[:5], gate, share)),
+                       ("is_start", lambda: smear(rows, is_start.int(), gate, share)), ("gate", lambda: smear(rows, is_start, long, share)),
+                       ("gate", lambda: smear(rows, is_start, gate.double(), share)), ("share", lambda: smear(rows, is_start, gate, gate))):
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            call()
+    assert smear(rows[:0], is_start[:0], gate, share).shape == (0, 16)
 
 
 def test_qkv_heads_refuse_what_they_cannot_do():

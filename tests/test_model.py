@@ -18,6 +18,7 @@ from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.quantize import normed_scale, quantize_reference
 from kernels.residual import mlp_input_twin, norm_fork_twin
 from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8
+from kernels.smear import smear, smear_twin
 from kernels.rotary import rotary_tables, rotate
 
 pytestmark = pytest.mark.usefixtures("large_tiles")
@@ -421,15 +422,16 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
     awake(model)
     step = trainer.schedule.at(0)
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
-    for lookup, count in ((embedding_twin, 0), (embedding, 1 + len(model.hashed()))):
-        model.part = model.part | {embedding_twin: lookup}
+    for lookup, mixed, count in ((embedding_twin, smear_twin, 0), (embedding, smear, 1 + len(model.hashed()))):
+        model.part = model.part | {embedding_twin: lookup, smear_twin: mixed}
         with torch.no_grad():
             model(batch, step)
         assert not sorts
         model.zero_grad(set_to_none=False)
         model(batch, step)[0].backward()
         assert len(sorts) == count
-        gradients.append([table.grad.clone() for table in (model.head, *(hashed for _, hashed in model.hashed().values()), *model.value_tables)])
+        hashed = [table for _, table in model.hashed().values()]
+        gradients.append([x.grad.clone() for x in (model.head, *hashed, *model.value_tables, model.smear_gate, model.scalars)])
     for twin, kernel in zip(*gradients):
         assert (kernel - twin).norm() < (1e-5 if DEVICE.type == "cpu" else 1e-2) * twin.norm()
 
