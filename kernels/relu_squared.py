@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.fp8_linear import quantise
-from kernels.quantize import paired
+from kernels.quantize import packed, paired
 
 # (tile rows, tile columns, depth in bytes, warps, stages, programs a multiprocessor), best first, from kernels.bench --sweep; the
 # first is used. Two programs a multiprocessor let one multiply while the other stores, within 113 KB of shared memory each.
@@ -69,16 +69,6 @@ def relu_squared_backward_fp8_reference(grad: Tensor, w: Tensor, act: Tensor, sc
     """Plain PyTorch twin of `relu_squared_backward_fp8`."""
     pre = quantise(_product_reference(grad, w, scale) * (2 * (act.float() * act_scale).sqrt()), pre_scale, E5M2)
     return pre, paired(pre.T)
-
-
-@triton.jit
-def packed(low, high, dtype: tl.constexpr):
-    """Both in FP8, as one 16-bit number.
-
-    Joined before the conversion, which takes two numbers at a time: those become one 16-bit number without further work.
-    """
-    low, high = tl.split(tl.join(low, high).to(dtype).to(tl.uint8, bitcast=True))
-    return low.to(tl.int16) | (high.to(tl.int16) << 8)
 
 
 @triton.jit

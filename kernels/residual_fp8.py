@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.backend import check, tl, triton
-from kernels.quantize import Quantized, normed_scale, quantize_reference
-from kernels.relu_squared import packed
+from kernels.quantize import Quantized, normed_scale, packed, quantize_reference
 from kernels.residual import EPS, Addends, check_addends, mlp_input_twin, norm_fork_twin, residual_backward, scaled_sum
 from kernels.shared_rows import Term
 

@@ -14,7 +14,7 @@ from kernels.residual import EPS
 
 # (tokens a program, columns a chunk, warps); and backward with programs a multiprocessor as well. The first is used.
 CONFIGS = [(8, 256, 8), (4, 256, 4), (16, 256, 8), (4, 1024, 8)]
-BACKWARD_CONFIGS = [(8, 256, 8, 2), (4, 256, 4, 4), (4, 256, 4, 1024), (8, 256, 8, 1024)]
+BACKWARD_CONFIGS = [(8, 256, 8, 1), (4, 256, 4, 2), (4, 256, 4, 1024), (8, 256, 8, 1024)]
 
 
 def previous(x: Tensor, is_start: Tensor) -> Tensor:
@@ -40,6 +40,11 @@ def load_rows(rows_ptr, token, live, width, column):
 
 
 @triton.jit
+def dot(a, b):
+    return tl.sum(a * b, axis=1)
+
+
+@triton.jit
 def load_gate(gate_ptr, token, channels, column):
     """As wide as the rows' chunk and of their dtype, so that it lies in registers as they do."""
     return tl.load(gate_ptr + token[:, None] * 0 + column, mask=column < channels, other=0.0).to(tl.float32)
@@ -51,14 +56,13 @@ def smear_kernel(rows_ptr, is_start_ptr, gate_ptr, share_ptr, out_ptr, n, width,
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = token < n
     joined = live & (token > 0) & (tl.load(is_start_ptr + token, mask=live, other=1) == 0)
-    square, before_square, logit, held = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), ()
+    square, before_square, held = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), ()
     for chunk in tl.static_range(CHUNKS):
         column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         row, before = load_rows(rows_ptr, token, live, width, column), load_rows(rows_ptr, token - 1, joined, width, column)
-        square += tl.sum(row * row, axis=1)
-        before_square += tl.sum(before * before, axis=1)
+        square, before_square = square + dot(row, row), before_square + dot(before, before)
         if chunk == 0:
-            logit += tl.sum(row * load_gate(gate_ptr, token, channels, column), axis=1)
+            logit = dot(row, load_gate(gate_ptr, token, channels, column))
         held += ((row, before),)
     inverse, before_inverse = tl.rsqrt(square / width + eps), tl.rsqrt(before_square / width + eps)
     mix = tl.load(share_ptr) * tl.sigmoid(logit * inverse) * before_inverse
@@ -66,7 +70,7 @@ def smear_kernel(rows_ptr, is_start_ptr, gate_ptr, share_ptr, out_ptr, n, width,
     for chunk in tl.static_range(CHUNKS):
         row, before = held[chunk]
         y = row * inverse[:, None] + before * mix[:, None]
-        y_square += tl.sum(y * y, axis=1)
+        y_square += dot(y, y)
         summed += (y,)
     y_inverse = tl.rsqrt(y_square / width + eps)[:, None]
     for chunk in tl.static_range(CHUNKS):
@@ -85,18 +89,15 @@ def smear_backward_kernel(grad_ptr, rows_ptr, is_start_ptr, gate_ptr, share_ptr,
         live, next_live = token < n, token + 1 < n
         joined = live & (token > 0) & (tl.load(is_start_ptr + token, mask=live, other=1) == 0)
         next_joined = next_live & (tl.load(is_start_ptr + token + 1, mask=next_live, other=1) == 0)
-        square, before_square, next_square, logit, next_logit, held = zeros, zeros, zeros, zeros, zeros, ()
+        square, before_square, next_square, held = zeros, zeros, zeros, ()
         for chunk in tl.static_range(CHUNKS):
             column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             row, before = load_rows(rows_ptr, token, live, width, column), load_rows(rows_ptr, token - 1, joined, width, column)
             after = load_rows(rows_ptr, token + 1, next_joined, width, column)
-            square += tl.sum(row * row, axis=1)
-            before_square += tl.sum(before * before, axis=1)
-            next_square += tl.sum(after * after, axis=1)
+            square, before_square, next_square = square + dot(row, row), before_square + dot(before, before), next_square + dot(after, after)
             if chunk == 0:
                 gate = load_gate(gate_ptr, token, channels, column)
-                logit += tl.sum(row * gate, axis=1)
-                next_logit += tl.sum(after * gate, axis=1)
+                logit, next_logit = dot(row, gate), dot(after, gate)
             held += ((row, before, after),)
         inverse, before_inverse = tl.rsqrt(square / width + eps), tl.rsqrt(before_square / width + eps)
         next_inverse = tl.rsqrt(next_square / width + eps)
@@ -110,16 +111,9 @@ def smear_backward_kernel(grad_ptr, rows_ptr, is_start_ptr, gate_ptr, share_ptr,
             row, before = row * inverse[:, None], before * before_inverse[:, None]
             y, z = row + before * mix[:, None], after * next_inverse[:, None] + row * next_mix[:, None]
             d, e = load_rows(grad_ptr, token, live, width, column), load_rows(grad_ptr, token + 1, next_joined, width, column)
-            yy += tl.sum(y * y, axis=1)
-            zz += tl.sum(z * z, axis=1)
-            yd += tl.sum(y * d, axis=1)
-            ze += tl.sum(z * e, axis=1)
-            dn += tl.sum(d * row, axis=1)
-            yn += tl.sum(y * row, axis=1)
-            en += tl.sum(e * row, axis=1)
-            zn += tl.sum(z * row, axis=1)
-            dp += tl.sum(d * before, axis=1)
-            yp += tl.sum(y * before, axis=1)
+            yy, zz, yd, ze = yy + dot(y, y), zz + dot(z, z), yd + dot(y, d), ze + dot(z, e)
+            dn, yn, en, zn = dn + dot(d, row), yn + dot(y, row), en + dot(e, row), zn + dot(z, row)
+            dp, yp = dp + dot(d, before), yp + dot(y, before)
             more += ((row, y, z, d, e),)
         # ∂/∂y = d · of_d - y · of_y, and so for z, times how much of this token's row it has; none where the next starts a sequence.
         of_d, of_e = tl.rsqrt(yy / width + eps), tl.rsqrt(zz / width + eps)
