@@ -596,17 +596,18 @@ class GPT(nn.Module):
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
         streams, normed = [(run[smear_twin](rows, is_start, self.smear_gate, smear_share),)], {}   # streams[i]'s sum enters layer i, the last the head
-        for i, layer in enumerate(config.layers):
+        sources = [layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i for i, layer in enumerate(config.layers)]
+        for i, (layer, source) in enumerate(zip(config.layers, sources)):
             reached(i, streams[-1][-1])                                  # the last addend: the MLP before goes on from its gradient
-            source = layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
             if source not in normed:
-                normed[source], *streams[source] = run[norm_fork_twin](streams[source])      # summed now
+                *normed[source], total = run[norm_fork_twin](streams[source], sources.count(source))
+                streams[source] = (total,)                               # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             if i == 0:
                 with_heads = share if self.fp8_attention or run[qkv_heads_twin] is qkv_heads else share_twin
                 trigrams = self.received(exchanges.get("trigram_table"), self.trigram_scalars, with_heads)
             value = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-            q, k, values = self.heads(layer, normed[source], self.bank[i], scale_qkv, positions, *value, trigrams[i])
+            q, k, values = self.heads(layer, normed[source].pop(), self.bank[i], scale_qkv, positions, *value, trigrams[i])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             weight_out, into = (matrix[-config.width:] for matrix in (self.bank[i], gradient(self.bank[i])))

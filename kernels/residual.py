@@ -41,9 +41,9 @@ def mlp_input_twin(addends: Addends, term: Term | None, scales: Tensor) -> tuple
     return scales[1] * x, norm(x)
 
 
-def norm_fork_twin(addends: Addends) -> tuple[Tensor, Tensor]:
+def norm_fork_twin(addends: Addends, readers: int = 1) -> tuple[Tensor, ...]:
     """Plain PyTorch twin of `norm_fork`."""
-    return norm(x := add_up(addends)), x
+    return *(norm(x := add_up(addends)),) * readers, x
 
 
 @triton.jit
@@ -77,7 +77,7 @@ def residual_kernel(addends, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, norm
 
 
 @triton.jit
-def residual_backward_kernel(out_grad_ptr, norm_grad_ptr, kept_ptr, rms_ptr, scales_ptr, grad_ptr, sums_ptr, n, width, NORMED: tl.constexpr,
+def residual_backward_kernel(out_grad_ptr, norm_grads, kept_ptr, rms_ptr, scales_ptr, grad_ptr, sums_ptr, n, width, NORMED: tl.constexpr,
                              ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr, PROGRAMS: tl.constexpr):
     a, c = 1.0, 1.0
     if scales_ptr is not None:
@@ -94,7 +94,7 @@ def residual_backward_kernel(out_grad_ptr, norm_grad_ptr, kept_ptr, rms_ptr, sca
             column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             at, inside = start + column, live & (column < width)
             normed = tl.load(kept_ptr + at, mask=inside, other=0.0).to(tl.float32) * to_norm
-            norm_grad = tl.load(norm_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            norm_grad = scaled_sum(norm_grads, None, 1.0, 0.0, 0, at, inside)
             along += tl.sum(norm_grad * normed, axis=1) / width
             held += ((normed, norm_grad, tl.load(out_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)),)
         for chunk in tl.static_range(CHUNKS):
@@ -140,14 +140,15 @@ def residual(addends: Addends, term: Term | None = None, scales: Tensor | None =
     return out, normed, rms
 
 
-def residual_backward(out_grad: Tensor, norm_grad: Tensor, kept: Tensor, rms: Tensor, scales: Tensor | None = None,
+def residual_backward(out_grad: Tensor, norm_grad: Tensor | tuple[Tensor, ...], kept: Tensor, rms: Tensor, scales: Tensor | None = None,
                       tuned: tuple[int, int, int, int] | None = None, normed: bool = True) -> tuple[Tensor, Tensor | None]:
-    """The gradient of each addend, like `kept` (n, width), and that of `scales`, (2,) float32, if given.
+    """The gradient of each addend, like `kept` (n, width), and that of `scales`, (2,) float32, if given. `norm_grad` may be in addends.
 
     `kept`: norm(y), or, with `normed` False, c y, of which a c of 0 leaves nothing: that of y is then as if y were 0, and c has none.
     """
-    out_grad, norm_grad = out_grad.contiguous(), norm_grad.contiguous()
-    _check(kept, scales, out_grad=out_grad, norm_grad=norm_grad)
+    norm_grads = tuple(grad.contiguous() for grad in (norm_grad if isinstance(norm_grad, tuple) else (norm_grad,)))
+    out_grad = out_grad.contiguous()
+    _check(kept, scales, out_grad=out_grad, **{f"norm_grad[{i}]": grad for i, grad in enumerate(norm_grads)})
     (n, width), (tile, columns, warps, programs) = kept.shape, tuned or BACKWARD_CONFIGS[0]
     columns = min(columns, triton.next_power_of_2(width))
     programs *= torch.cuda.get_device_properties(kept.device).multi_processor_count if kept.is_cuda else 1
@@ -155,7 +156,7 @@ def residual_backward(out_grad: Tensor, norm_grad: Tensor, kept: Tensor, rms: Te
     grad = torch.empty_like(kept)
     sums = None if scales is None else scales.new_empty(programs, 2)
     if kept.numel():
-        residual_backward_kernel[programs,](out_grad, norm_grad, kept, rms, scales, grad, sums, n, width, NORMED=normed, ROWS=tile,
+        residual_backward_kernel[programs,](out_grad, norm_grads, kept, rms, scales, grad, sums, n, width, NORMED=normed, ROWS=tile,
                                             COLUMNS=columns, CHUNKS=triton.cdiv(width, columns), PROGRAMS=programs, num_warps=warps)
     return grad, None if sums is None else sums.sum(0)
 
@@ -199,6 +200,7 @@ class NormFork(torch.autograd.Function):
         return (residual_backward(out_grad, norm_grad, *ctx.saved_tensors)[0],) * ctx.count
 
 
-def norm_fork(addends: Addends) -> tuple[Tensor, Tensor]:
-    """norm(y) and y = Σ addends (n, width), contiguous, whose gradients are added where the norm's is made."""
-    return NormFork.apply(*addends)
+def norm_fork(addends: Addends, readers: int = 1) -> tuple[Tensor, ...]:
+    """norm(y), for each reader, and y = Σ addends (n, width), contiguous, whose gradients are added where the norm's is made."""
+    normed, x = NormFork.apply(*addends)
+    return *(normed,) * readers, x

@@ -90,33 +90,34 @@ def residual_fp8(
 
 class ResidualFP8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor | None, term: Term | None, scales: Tensor | None, *addends: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, rows: Tensor | None, term: Term | None, scales: Tensor | None, readers: int, *addends: Tensor) -> tuple[Tensor, ...]:
         out, q, transposed, rms = residual_fp8(addends, term, scales)
         out = addends[0] if out is None else out
         ctx.save_for_backward(out, rms, scales)
         ctx.mark_non_differentiable(q, transposed)
         ctx.set_materialize_grads(False)                                 # of these two autograd would make zeros, 75 MB for nobody
         ctx.count, ctx.left = len(addends), None if term is None else term[2:]
-        return out, out.new_empty(()).expand_as(out), q, transposed
+        return out, q, transposed, *(out.new_empty(()).expand_as(out) for _ in range(readers))
 
     @staticmethod
-    def backward(ctx, out_grad: Tensor, norm_grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, out_grad: Tensor | None, q: None, transposed: None, *norm_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         out, rms, scales = ctx.saved_tensors
-        out_grad, norm_grad = (torch.zeros_like(out) if grad is None else grad for grad in (out_grad, norm_grad))
-        grad, sums = residual_backward(out_grad, norm_grad, out, rms, scales, normed=False)
+        out_grad = torch.zeros_like(out) if out_grad is None else out_grad
+        norm_grads = tuple(grad for grad in norm_grads if grad is not None) or (torch.zeros_like(out),)
+        grad, sums = residual_backward(out_grad, norm_grads, out, rms, scales, normed=False)
         if ctx.left is not None:
             grads, layer = ctx.left
             grads[layer] = grad
-        return None, None, sums, *[grad] * ctx.count
+        return None, None, sums, None, *[grad] * ctx.count
 
 
 def mlp_input_fp8(addends: Addends, term: Term | None, scales: Tensor) -> tuple[Tensor, Quantized]:
     """`mlp_input` for an MLP whose products are all FP8. Nobody may write over the first result."""
-    x, *normed = ResidualFP8.apply(None if term is None else term.rows, term, scales, *addends)
-    return x, Quantized(*normed)
+    x, q, transposed, stand_in = ResidualFP8.apply(None if term is None else term.rows, term, scales, 1, *addends)
+    return x, Quantized(stand_in, q, transposed)
 
 
-def norm_fork_fp8(addends: Addends) -> tuple[Quantized, Tensor]:
-    """`norm_fork` for FP8 products."""
-    x, *normed = ResidualFP8.apply(None, None, None, *addends)
-    return Quantized(*normed), x
+def norm_fork_fp8(addends: Addends, readers: int = 1) -> tuple[Quantized | Tensor, ...]:
+    """`norm_fork` for FP8 products. Each reader has a stand-in of its own: their gradients are added where the norm's is made."""
+    x, q, transposed, *stand_ins = ResidualFP8.apply(None, None, None, readers, *addends)
+    return *(Quantized(stand_in, q, transposed) for stand_in in stand_ins), x
