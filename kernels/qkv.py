@@ -11,7 +11,6 @@ forward and nothing backward, where a layer leaves that head's part of v's gradi
 A program takes one head of a few tokens, Q, K and V of it. Norms are computed again in the backward pass; what is rotated
 with a channel is read a second time, from cache: so a row keeps one layout, is read in whole lines and needs no shared memory.
 Between norm and rotation, and between the value's product and sum, nothing is rounded where the plain form rounds.
-
 Backward may write the gradient of QKV in FP8 with its transpose in place of bf16, 113 MB each in place of 226 (`kernels.fp8_qkv`).
 """
 import torch
@@ -27,9 +26,9 @@ from kernels.value_gate import value_mix, value_mix_backward, value_mix_referenc
 EPS = torch.finfo(torch.float32).eps            # what rms_norm adds for every dtype up to float32
 # (tokens a program, warps); the first is used. With 8 tokens of 128 channels to 4 warps a thread has 16 bytes of each row.
 CONFIGS = [(8, 4), (4, 2), (2, 1), (8, 2), (16, 8), (16, 4), (32, 8)]
-# Backward in FP8, a multiple of 16 tokens, of which 32 fill a sector of a transposed row; not swept yet. Registers a thread with
-# heads of 128 channels, of queries and keys of 128 / 64 (Triton 3.6, sm_90).
-FP8_CONFIGS = [(32, 8), (64, 16), (16, 4), (32, 4), (64, 8)]             # 120 / 77, 124 / 78, 93 / 67, 233 / 125, 234 / 123
+# Backward in FP8, a multiple of 16 tokens, of which 32 fill a sector of a transposed row: the first is used, the second where queries and
+# keys are narrower than values. Registers a thread, of heads of 128 channels, with them as wide / of 64 (Triton 3.6, sm_90).
+FP8_CONFIGS = [(32, 8), (32, 4), (64, 16), (16, 4), (64, 8)]             # 120 / 77, 233 / 125, 124 / 78, 93 / 67, 234 / 123
 E5M2 = torch.float8_e5m2
 
 
@@ -110,7 +109,9 @@ def store_gradient(x, column, grad_ptr, transposed_ptr, scale_ptr, token, n, WID
                    HEADS: tl.constexpr, TOKENS: tl.constexpr):
     """x (tokens, channels), the gradient of these columns of qkv, as it is; or, with a scale, over that in FP8, and transposed too."""
     if scale_ptr is not None:
-        x = tl.clamp(x.to(tl.float32) / tl.load(scale_ptr), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        x = x.to(tl.float32) * (1 / tl.load(scale_ptr))
+        if LIMIT is not None:                                            # a GPU's conversion saturates, the interpreter's does not
+            x = tl.clamp(x, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         row, pair = tl.multiple_of(n // 2, 8), tl.program_id(0) // HEADS * (TOKENS // 2) + tl.arange(0, TOKENS // 2)[None, :]
         transposed = pairs(x, grad_ptr.dtype.element_ty, TOKENS, x.shape[1]).T
         tl.store(transposed_ptr + column.to(tl.int64).T * row + pair, transposed, mask=pair < row)
@@ -193,7 +194,7 @@ def heads_backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, qkv: Tensor, 
     (one float32), qkv's over it in float8_e5m2, saturated, and in the last place that transposed, in `kernels.quantize.paired` order.
     """
     form, n = _form(qkv, cos, sin, is_start, value_row, mix, qk_dim, head_dim, key_offset), len(qkv)
-    tokens, warps = tuned or (CONFIGS if scale is None else FP8_CONFIGS)[0]
+    tokens, warps = tuned or (CONFIGS[0] if scale is None else FP8_CONFIGS[qk_dim < head_dim])
     grads = [grad.contiguous() for grad in (q_grad, k_grad, v_grad)]
     for name, grad, dim in zip(("q_grad", "k_grad", "v_grad"), grads, (qk_dim, qk_dim, head_dim)):
         check(grad.shape == (n, form["HEADS"], dim), name, grad, f"({n}, {form['HEADS']}, {dim})")
@@ -207,7 +208,7 @@ def heads_backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, qkv: Tensor, 
     if n:
         heads_backward_kernel[triton.cdiv(n, tokens) * form["HEADS"],](
             qkv, cos, sin, is_start, value_row, mix, *grads, grad, by_pairs, scale, row_grad, mix_grad, n,
-            LIMIT=torch.finfo(E5M2).max, **form, TOKENS=tokens, num_warps=warps)
+            LIMIT=None if qkv.is_cuda else torch.finfo(E5M2).max, **form, TOKENS=tokens, num_warps=warps)
     return grad, row_grad, mix_grad, transposed
 
 

@@ -92,7 +92,7 @@ def finish(product, factor, act_desc, out_desc, fp8_desc, transposed_desc, to_fp
         if fp8_desc is not None:
             product *= to_fp8
     if fp8_desc is not None:
-        if LIMIT is not None:
+        if LIMIT is not None:  # a GPU's conversion saturates, the interpreter's does not
             product = tl.clamp(product, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         fp8_desc.store([row, column], product.to(fp8_desc.dtype))
         if transposed_desc is not None:
