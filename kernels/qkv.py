@@ -27,7 +27,7 @@ from kernels.value_gate import value_mix, value_mix_backward, value_mix_referenc
 EPS = torch.finfo(torch.float32).eps            # what rms_norm adds for every dtype up to float32
 # (tokens a program, warps); the first is used. With 8 tokens of 128 channels to 4 warps a thread has 16 bytes of each row.
 CONFIGS = [(8, 4), (4, 2), (2, 1), (8, 2), (16, 8), (16, 4), (32, 8)]
-# Backward in FP8, a multiple of 16 tokens, of which 32 fill a sector of a transposed row; not swept yet. Registers a thread with
+# Backward in FP8, a multiple of 16 tokens, of which 32 fill a sector of a transposed row; the first is used. Registers a thread with
 # heads of 128 channels, of queries and keys of 128 / 64 (Triton 3.6, sm_90).
 FP8_CONFIGS = [(32, 8), (64, 16), (16, 4), (32, 4), (64, 8)]             # 120 / 77, 124 / 78, 93 / 67, 233 / 125, 234 / 123
 E5M2 = torch.float8_e5m2
