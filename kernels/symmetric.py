@@ -12,7 +12,8 @@ from torch import Tensor
 from kernels.backend import check, tl, triton
 
 # (tile, depth, warps, stages), from kernels.bench --sweep. The first is used: with three stages and 128 registers a thread two
-# programs share a multiprocessor. The second, where x's rows do not lie in a row; the third, where so few tiles leave half of the GPU idle.
+# programs share a multiprocessor. The second is where a row's elements are not contiguous (XᵀX), the third where there are fewer than FEW
+# of the first's tiles, which would leave half of an H200's 132 multiprocessors idle.
 CONFIGS = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 4, 4)]
 FEW = 64
 
