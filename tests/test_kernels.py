@@ -195,8 +195,7 @@ METHODS = [("frobenius", polar_express(5)), ("aol", polar_express(4, coefficient
 def test_newton_schulz(shape, normalisation, triples, dtype):
     x = random(2, *shape, dtype=dtype)
     x = x.mT if x.shape[-1] > 100 else x  # strided, too
-    # Of a matrix more than twice as long as wide the first two steps are one pass, and another follows. The interpreter is slow.
-    triples = triples[:3 if max(shape) > 2 * min(shape) else 2] if DEVICE == "cpu" else triples
+    triples = triples[:2] if DEVICE == "cpu" else triples  # all steps but the first run the same; the interpreter is slow
     exact = newton_schulz_reference(x.double(), triples, normalisation)
     out = newton_schulz(x, triples, normalisation)
     # At σ = 1 the terms of the first polynomial cancel: with a single singular value, rounding is a matter of luck.
