@@ -6,11 +6,6 @@ once; in bfloat16 that rounds no worse. Normalisation is free of passes over X: 
 computed from the first A, which is rescaled on both sides (m·m elements), and X's own scaling is folded into
 the first P as P·diag(s).
 
-Of an X more than twice as long as wide each second step works on m·m matrices alone: PX's A is PAP, P and A commute, so that
-all three products that this takes are symmetric, and X is read for two steps at once by P₂P. In bfloat16 that is as near to the
-polar factor as a step at a time; three at once are not, since PAP keeps A's rounding, and P, up to 8 for small singular values,
-raises it 64-fold.
-
 - "aol" (Prach and Lampert, arXiv 2208.03160): s_i = (Σ_j |A_ij|)^-½. Bounds the largest singular value by 1
   with little slack, at the price of a slightly different direction: polar(diag(s) X).
 - "frobenius": s = 1 / (1.02 ‖X‖_F) for all rows.
@@ -24,7 +19,7 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.coefficients import Triple, lower_end, polar_express
-from kernels.symmetric import gram, gram_with_row_sums, polynomial, product
+from kernels.symmetric import gram, gram_with_row_sums, polynomial
 
 SAFETY = 1.02  # on the Frobenius norm: rounding must not push a singular value past 1
 
@@ -97,11 +92,11 @@ def newton_schulz(
         return torch.empty_like(x)
     shape, tall = x.shape, x.shape[-2] > x.shape[-1]
     x = x.reshape(-1, *shape[-2:])
-    at_once = 2 if max(shape[-2:]) > 2 * min(shape[-2:]) else 1
-    for first in range(0, len(triples), at_once):
-        wide, scale = x.mT if tall else x, None
-        if first > 0:
-            a_matrix = gram(wide)
+    scale = None
+    for step, (a, b, c) in enumerate(triples):
+        wide = x.mT if tall else x
+        if step > 0:
+            a_matrix, scale = gram(wide), None
         elif normalisation == "aol":
             a_matrix, squares = gram_with_row_sums(wide)
             scale = rescale(a_matrix, squares)
@@ -109,10 +104,6 @@ def newton_schulz(
             a_matrix = gram(wide)
             trace = a_matrix.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float32)
             scale = rescale(a_matrix, (SAFETY**2 * trace)[:, None, None].expand(-1, 1, wide.shape[1]).contiguous())
-        triple, *second = triples[first:first + at_once]
-        p = polynomial(a_matrix, *triple, column_scale=None if second else scale)
-        if second:
-            a_matrix = product(product(p, a_matrix), p)
-            p = product(polynomial(a_matrix, *second[0]), p, column_scale=scale)
+        p = polynomial(a_matrix, a, b, c, column_scale=scale)
         x = x @ p.mT if tall else p @ x
     return x.view(shape)

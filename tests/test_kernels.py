@@ -43,7 +43,7 @@ from kernels.smear import BACKWARD_CONFIGS as SMEAR_BACKWARD_CONFIGS
 from kernels.smear import CONFIGS as SMEAR_CONFIGS
 from kernels.smear import smear, smear_backward, smear_forward, smear_twin
 from kernels.symmetric import (
-    CONFIGS as SYMMETRIC_CONFIGS, gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference, product)
+    CONFIGS as SYMMETRIC_CONFIGS, gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference)
 from kernels.transpose import add_transposed, add_transposed_reference, transpose, transpose_reference
 from kernels.value_gate import value_mix, value_mix_backward, value_mix_reference
 
@@ -160,24 +160,10 @@ def test_polynomial(m, dtype):
     assert_as_exact_as_pytorch(scaled, (plain * scale[:, None]).to(dtype), exact * scale[:, None])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 5, 96, 130])
-def test_product_of_what_commutes(m, dtype):
-    """Two polynomials in one matrix: as exact as the product of what they were rounded to, by rows of the lower triangle."""
-    a_matrix = gram(random(2, m, 40, dtype=dtype)) / 50
-    p, q = polynomial(a_matrix, 3.5, -2.5, 0.5), polynomial(a_matrix, 0.0, 1.0, 0.0)
-    out, scale = product(p, q), torch.rand(2, m, device=DEVICE)
-    assert_as_exact_as_pytorch(out.tril(), (p @ q).tril(), (p.double() @ q.double()).tril())
-    assert torch.equal(out, out.mT) and torch.equal(out, product(p, q))
-    scaled, exact = product(p, q, column_scale=scale), (p.double() @ q.double() + q.double() @ p.double()) / 2 * scale[:, None]
-    assert (scaled - exact).norm() <= (4 * torch.finfo(dtype).eps) * exact.norm()
-
-
 def test_products_refuse_what_they_cannot_do():
     x = random(2, 8, 6)
     for call in (lambda: gram(x[0]), lambda: gram(x.double()), lambda: polynomial(x, 1, 1, 1),
-                 lambda: polynomial(x[:, :6], 1, 1, 1, column_scale=x[0]), lambda: product(x, x),
-                 lambda: product(x[:, :6], x[:, :6]), lambda: product(gram(x), gram(x)[:1]),
+                 lambda: polynomial(x[:, :6], 1, 1, 1, column_scale=x[0]),
                  lambda: newton_schulz(x, normalisation="spectral"), lambda: newton_schulz(x, triples=()),
                  lambda: newton_schulz(x[0, 0])):
         with pytest.raises(ValueError, match="must be"):
