@@ -54,11 +54,11 @@ def measure(case: Case, known: dict) -> dict:
     inputs = case.inputs()
     time = microseconds(case.wrap(case.kernel), *inputs)
     baseline = case.baseline or case.reference
-    compiled = known.get((baseline, case.shape))
+    compiled = known.get((baseline, case.wrap, case.shape))
     if compiled is None:
         torch._dynamo.reset()
         fastest = torch.compile(baseline, dynamic=False) if case.compile else baseline
-        compiled = known[baseline, case.shape] = microseconds(case.wrap(fastest), *inputs)
+        compiled = known[baseline, case.wrap, case.shape] = microseconds(case.wrap(fastest), *inputs)
     least = 1e6 * max(case.flop / case.rate / CEILING, case.bytes / BANDWIDTH)
     return dict(name=case.name, shape=case.shape, error=ours, plain_error=plain, correct=ours <= 2 * plain + 1e-6,
                 flop=case.flop, us=time, compiled_us=compiled, speedup=compiled / time, effective_tflops=case.flop / time / 1e6,

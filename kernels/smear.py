@@ -13,8 +13,8 @@ from kernels.backend import check, tl, triton
 from kernels.residual import EPS
 
 # (tokens a program, columns a chunk, warps); and backward with programs a multiprocessor as well. The first is used.
-CONFIGS = [(8, 256, 8), (4, 256, 4), (16, 256, 8), (4, 1024, 8)]
-BACKWARD_CONFIGS = [(8, 256, 8, 1), (4, 256, 4, 2), (4, 256, 4, 1024), (8, 256, 8, 1024)]
+CONFIGS = [(4, 256, 4), (8, 256, 8), (16, 256, 8), (4, 1024, 8)]
+BACKWARD_CONFIGS = [(4, 256, 4, 2), (8, 256, 8, 1), (4, 256, 4, 1024), (8, 256, 8, 1024)]
 
 
 def previous(x: Tensor, is_start: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.quantize import normed_scale, quantize_reference
 from kernels.residual import mlp_input_twin, norm_fork_twin
 from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8
-from kernels.smear import smear, smear_twin
 from kernels.rotary import rotary_tables, rotate
+from kernels.smear import smear, smear_twin
 
 pytestmark = pytest.mark.usefixtures("large_tiles")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -422,32 +422,32 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
     awake(model)
     step = trainer.schedule.at(0)
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
-    for lookup, mixed, count in ((embedding_twin, smear_twin, 0), (embedding, smear, 1 + len(model.hashed()))):
-        model.part = model.part | {embedding_twin: lookup, smear_twin: mixed}
+    for lookup, count in ((embedding_twin, 0), (embedding, 1 + len(model.hashed()))):
+        model.part = model.part | {embedding_twin: lookup}
         with torch.no_grad():
             model(batch, step)
         assert not sorts
         model.zero_grad(set_to_none=False)
         model(batch, step)[0].backward()
         assert len(sorts) == count
-        hashed = [table for _, table in model.hashed().values()]
-        gradients.append([x.grad.clone() for x in (model.head, *hashed, *model.value_tables, model.smear_gate, model.scalars)])
+        gradients.append([table.grad.clone() for table in (model.head, *(hashed for _, hashed in model.hashed().values()), *model.value_tables)])
     for twin, kernel in zip(*gradients):
         assert (kernel - twin).norm() < (1e-5 if DEVICE.type == "cpu" else 1e-2) * twin.norm()
 
 
-def test_the_qkv_kernels_give_the_model_its_twins_gradients(trainer):
+@pytest.mark.parametrize("twin, kernel", [(qkv_heads_twin, qkv_heads), (smear_twin, smear)])
+def test_a_kernel_gives_the_model_its_twins_gradients(trainer, twin, kernel):
     model, results = trainer.model, []
     awake(model)
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
-    for heads in (qkv_heads_twin, qkv_heads):
-        model.part = model.part | {qkv_heads_twin: heads}
+    for function in (twin, kernel):
+        model.part = model.part | {twin: function}
         model.zero_grad(set_to_none=True)
         loss, _ = model(batch, trainer.schedule.at(0))
         loss.backward()
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
-    for twin, kernel in zip(*results, strict=True):
-        assert (kernel.float() - twin.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * twin.float().norm()
+    for plain, ours in zip(*results, strict=True):
+        assert (ours.float() - plain.float()).norm() <= (1e-5 if DEVICE.type == "cpu" else 2e-2) * plain.float().norm()
 
 
 @pytest.mark.parametrize("changes", [{}, {"value_embeddings": False}], ids=str)
