@@ -37,10 +37,11 @@ from kernels.backend import gradient
 from kernels.coefficients import lower_end, polar_express
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_beside
 from kernels.fp8_linear import has_fp8
-from kernels.fp8_qkv import fp8_qkv_heads
+from kernels.fp8_qkv import QKVWeight, fp8_qkv_heads, qkv_weight
+from kernels.fp8_weights import fp8_weights
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.linear import scaled_linear
-from kernels.mlp import has_mlp, mlp, mlp_twin
+from kernels.mlp import MLPWeights, has_mlp, mlp, mlp_twin, mlp_weights
 from kernels.newton_schulz import newton_schulz, newton_schulz_reference
 from kernels.normuon import nesterov_momentum, neuron_update
 from kernels.qkv import qkv_heads, qkv_heads_twin
@@ -554,8 +555,17 @@ class GPT(nn.Module):
         first = len(self.config.layers) + 2 * layer
         return self.bank[first], self.bank[first + 1]
 
+    def fp8_weights(self, layer: int, scale_qkv: Tensor) -> tuple[QKVWeight | None, MLPWeights | None]:
+        """What the layer's FP8 products read that hangs on its weights alone: the same for all micro-batches of a step."""
+        if not (self.fp8_attention or self.fp8_mlp):
+            return None, None
+        width = self.config.width
+        qkv, hidden = (self.bank[layer][:-width],) * self.fp8_attention, self.mlp_weights(layer) * self.fp8_mlp
+        weights = iter(fp8_weights(qkv + hidden))
+        return qkv_weight(next(weights), scale_qkv, width) if qkv else None, mlp_weights(*weights, width) if hidden else None
+
     def heads(self, layer: Layer, x: Tensor, weight: Tensor, scale: Tensor, positions: tuple[Tensor, ...], value_row: Tensor | None,
-              value_gate: Tensor | None, term: Term | None) -> tuple[Tensor, Tensor, Tensor]:
+              value_gate: Tensor | None, term: Term | None, quantized: QKVWeight | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (n, heads, qk_dim) and v (n, heads, head_dim), from the normed residual x (n, width).
 
         `positions`: cos, sin (n, r) and where sequences start (n,). `term`: rows (n, head_dim) added to the first head's values.
@@ -564,7 +574,7 @@ class GPT(nn.Module):
         form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window, () if term is None else (term,)
         weight, into = weight[:-config.width], gradient(weight)[:-config.width]
         if self.fp8_attention:
-            return fp8_qkv_heads(x, weight, scale, *positions, value_row, value_gate, *form, into)
+            return fp8_qkv_heads(x, weight, scale, *positions, value_row, value_gate, *form, into, quantized)
         qkv, columns = scaled_linear(x, weight, scale, 0 if value_row is None else config.gate_channels // 2, into)
         return run[qkv_heads_twin](qkv, *positions, None if value_row is None else columns, value_row, value_gate, *form)
 
@@ -572,13 +582,15 @@ class GPT(nn.Module):
         """What each layer adds of a hashed table's rows. They travel until the first layer asks for them; so may their gradients."""
         return [None] * len(self.config.layers) if exchange is None else share(exchange.receive(), scales)
 
-    def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None,
+                in_fp8: dict[int, tuple] | None = None) -> tuple[Tensor, Tensor]:
         """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32).
 
         `reached` is told that a layer comes next (-2: the hashed tables, -1: the embedding, the layers' number: the head) and what
         it reads: behind that tensor's gradient, all gradients of this and later layers are complete: autograd runs the latest first.
+        `in_fp8` keeps the layers' weights in FP8 from one micro-batch for the next ones of a step.
         """
-        config, run, n = self.config, self.part, len(batch.tokens)
+        config, run, n, in_fp8 = self.config, self.part, len(batch.tokens), {} if in_fp8 is None else in_fp8
         is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
         is_start = is_start.index_fill_(0, batch.boundaries.long(), True)[:n]
         cos, sin, attention_scale = self.rotary[step.windows[1] * config.window_block]
@@ -604,11 +616,13 @@ class GPT(nn.Module):
                 *normed[source], total = run[norm_fork_twin](streams[source], sources.count(source))
                 streams[source] = (total,)                               # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
+            if i not in in_fp8:
+                in_fp8[i] = self.fp8_weights(i, scale_qkv)
             if i == 0:
                 with_heads = share if self.fp8_attention or run[qkv_heads_twin] is qkv_heads else share_twin
                 trigrams = self.received(exchanges.get("trigram_table"), self.trigram_scalars, with_heads)
             value = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-            q, k, values = self.heads(layer, normed[source].pop(), self.bank[i], scale_qkv, positions, *value, trigrams[i])
+            q, k, values = self.heads(layer, normed[source].pop(), self.bank[i], scale_qkv, positions, *value, trigrams[i], in_fp8[i][0])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             weight_out, into = (matrix[-config.width:] for matrix in (self.bank[i], gradient(self.bank[i])))
@@ -616,7 +630,7 @@ class GPT(nn.Module):
             if i == 0:
                 bigrams = self.received(exchanges.get("bigram_table"), self.bigram_scalars, run[share_twin])
             entering = run[mlp_input_twin]((*streams[-1], update), bigrams[i], residuals[i])     # the first of two is written over in bf16
-            streams.append(run[mlp_twin](*entering, *self.mlp_weights(i), self.fp8_mlp, config.fp8_weight_grads))
+            streams.append(run[mlp_twin](*entering, *self.mlp_weights(i), self.fp8_mlp, config.fp8_weight_grads, in_fp8[i][1]))
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None
@@ -1021,7 +1035,7 @@ class Trainer:
 
     def program(self, step: Step, batches: list[Batch]) -> None:
         """What a step does on the device: the same work for all steps of its kind, and no word to or from the host."""
-        optimizer, total = self.optimizer, torch.zeros((), device=self.world.device)
+        optimizer, total, in_fp8 = self.optimizer, torch.zeros((), device=self.world.device), {}
         optimizer.begin(step)
         if not self.config.overlap:
             optimizer.weights_needed(math.inf)
@@ -1033,7 +1047,7 @@ class Trainer:
                 if last and x is not None and self.config.overlap:
                     x.register_hook(lambda _: optimizer.gradients_complete(layer))
 
-            loss, next_token = self.model(batch, step, reached)
+            loss, next_token = self.model(batch, step, reached, in_fp8)
             total += next_token.detach()
             if last:
                 summed = self.world.all_reduce(total)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import fp8_qkv, fp8_scales, linear, qkv, residual, residual_fp8, shared_rows
+from kernels import fp8_qkv, fp8_scales, fp8_weights, linear, qkv, residual, residual_fp8, shared_rows
 from kernels.bench_cases import Case, leaf, random
 from kernels.quantize import normed_scale, paired, quantize
 
@@ -210,8 +210,12 @@ def scales_cases(width: int = 768, hidden: int = 3072, n: int = 49152) -> Iterat
     def gradient_inputs() -> tuple:
         return random(n, width), torch.tensor(0.01, device="cuda"), torch.tensor(9.0, device="cuda")
 
-    yield Case("FP8 scales of the MLP's weights", f"{hidden} × {width}", lambda: (random(hidden, width), random(hidden, width)),
-               fp8_scales.weight_scales, fp8_scales.weight_scales_twin, 0.0, 4.0 * hidden * width, configs=fp8_scales.CONFIGS)
+    def flat(function: Callable) -> Callable:
+        return lambda *weights, **tuned: sum(function(weights, **tuned), ())
+
+    yield Case("a layer's weights in FP8, both ways", f"(1536 + 2 × {hidden}) × {width}",
+               lambda: tuple(random(rows, width) for rows in (1536, hidden, hidden)), flat(fp8_weights.fp8_weights),
+               flat(fp8_weights.fp8_weights_twin), 0.0, 6.0 * (1536 + 2 * hidden) * width, configs=fp8_weights.CONFIGS)
     yield Case("FP8 scales of a gradient", f"{n} × {width}", gradient_inputs, fp8_scales.gradient_scales,
                fp8_scales.gradient_scales_twin, 0.0, 2.0 * n * width, configs=fp8_scales.CONFIGS)
 

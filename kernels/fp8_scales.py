@@ -1,7 +1,7 @@
-"""The scales of FP8 products from max_i ‖row i‖ of their weights, and of an MLP's gradient: one pass over each, and one tiny kernel.
+"""The scales of FP8 products from max_i ‖row i‖ of their weights, and of an MLP's gradient: one pass over that, and one tiny kernel.
 
 A row's norm bounds its elements and, by Cauchy and Schwarz, what products make of it (`kernels.mlp`). Row norms, their largest and
-the arithmetic of the scales were some 25 launches a layer; here they are two each way. The largest is taken of the bit patterns of
+the arithmetic of the scales were some 25 launches a layer; here a gradient's are two, and `kernels.fp8_weights` has the weights'. The largest is taken of the bit patterns of
 the squares' sums, which for numbers that are not negative have the numbers' order, NaN above all: so it is exact, in any order.
 """
 import torch
@@ -24,13 +24,10 @@ def largest_row_norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).amax()
 
 
-def weight_scales_twin(w_in: Tensor, w_out: Tensor) -> tuple[Tensor, ...]:
-    """Plain PyTorch twin of `weight_scales`."""
-    in_norm, out_norm, x_norm = largest_row_norm(w_in), largest_row_norm(w_out), w_in.size(1) ** 0.5
-    act_bound = x_norm * in_norm                            # of √act
-    x_scale = scale_of(torch.full_like(in_norm, x_norm), E4M3)
-    in_scale, out_scale, act_scale = (scale_of(bound, E4M3) for bound in (in_norm, out_norm, act_bound.square()))
-    return x_scale, in_scale, out_scale, act_scale, x_scale * in_scale, 2 * act_bound * out_norm
+def mlp_scales_twin(in_norm: Tensor, out_norm: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Plain PyTorch twin of `mlp_scales`."""
+    act_bound, x_scale = width**0.5 * in_norm, scale_of(torch.full_like(in_norm, width**0.5), E4M3)      # the first of √act
+    return x_scale, scale_of(act_bound.square(), E4M3), x_scale * scale_of(in_norm, E4M3), 2 * act_bound * out_norm
 
 
 def gradient_scales_twin(grad: Tensor, out_scale: Tensor, pre_bound: Tensor) -> tuple[Tensor, ...]:
@@ -40,10 +37,9 @@ def gradient_scales_twin(grad: Tensor, out_scale: Tensor, pre_bound: Tensor) -> 
     return grad_scale, grad_scale * out_scale, scale_of(pre_bound * grad_norm, E5M2)
 
 
-def qkv_scales_twin(weight: Tensor, learned: Tensor, x_scale: float, grad_scale: float) -> tuple[Tensor, ...]:
+def qkv_scales_twin(weight_scale: Tensor, learned: Tensor, x_scale: float, grad_scale: float) -> tuple[Tensor, ...]:
     """Plain PyTorch twin of `qkv_scales`."""
-    weight_scale = scale_of(largest_row_norm(weight), E4M3)
-    return weight_scale, weight_scale * learned, torch.full_like(weight_scale, x_scale), torch.full_like(weight_scale, grad_scale)
+    return weight_scale * learned, torch.full_like(weight_scale, x_scale), torch.full_like(weight_scale, grad_scale)
 
 
 @triton.jit
@@ -59,12 +55,11 @@ def largest_square(x_ptr, n, width, x_row, ROWS: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def row_norms_kernel(a_ptr, b_ptr, largest_ptr, n, width, a_row, b_row,
-                     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr):
-    if tl.program_id(1) == 0:
-        tl.store(largest_ptr + tl.program_id(0), largest_square(a_ptr, n, width, a_row, ROWS, COLUMNS, PROGRAMS))
-    else:
-        tl.store(largest_ptr + PROGRAMS + tl.program_id(0), largest_square(b_ptr, n, width, b_row, ROWS, COLUMNS, PROGRAMS))
+def row_norms_kernel(matrices, rows, x_rows, largest_ptr, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr):
+    for i in tl.static_range(len(matrices)):
+        if tl.program_id(1) == i:
+            largest = largest_square(matrices[i], rows[i], width, x_rows[i], ROWS, COLUMNS, PROGRAMS)
+            tl.store(largest_ptr + i * PROGRAMS + tl.program_id(0), largest)
 
 
 @triton.jit
@@ -80,17 +75,13 @@ def scale(bound, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def weight_scales_kernel(largest_ptr, scales_ptr, x_norm, E4M3_MAX: tl.constexpr, APART: tl.constexpr,
-                         PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    in_norm = largest_norm(largest_ptr, PROGRAMS, BLOCK)
-    out_norm = largest_norm(largest_ptr + PROGRAMS, PROGRAMS, BLOCK)
-    act_bound, x_scale, in_scale = x_norm * in_norm, scale(x_norm, E4M3_MAX), scale(in_norm, E4M3_MAX)
+def mlp_scales_kernel(in_norm_ptr, out_norm_ptr, scales_ptr, x_norm, E4M3_MAX: tl.constexpr, APART: tl.constexpr):
+    in_norm = tl.load(in_norm_ptr)
+    act_bound, x_scale = x_norm * in_norm, scale(x_norm, E4M3_MAX)
     tl.store(scales_ptr, x_scale)
-    tl.store(scales_ptr + APART, in_scale)
-    tl.store(scales_ptr + 2 * APART, scale(out_norm, E4M3_MAX))
-    tl.store(scales_ptr + 3 * APART, scale(act_bound * act_bound, E4M3_MAX))
-    tl.store(scales_ptr + 4 * APART, x_scale * in_scale)
-    tl.store(scales_ptr + 5 * APART, 2 * act_bound * out_norm)
+    tl.store(scales_ptr + APART, scale(act_bound * act_bound, E4M3_MAX))
+    tl.store(scales_ptr + 2 * APART, x_scale * scale(in_norm, E4M3_MAX))
+    tl.store(scales_ptr + 3 * APART, 2 * act_bound * tl.load(out_norm_ptr))
 
 
 @triton.jit
@@ -104,54 +95,49 @@ def gradient_scales_kernel(largest_ptr, scales_ptr, out_scale_ptr, pre_bound_ptr
 
 
 @triton.jit
-def qkv_scales_kernel(largest_ptr, scales_ptr, learned_ptr, x_scale, grad_scale, E4M3_MAX: tl.constexpr, APART: tl.constexpr,
-                      PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    weight_scale = scale(largest_norm(largest_ptr, PROGRAMS, BLOCK), E4M3_MAX)
-    tl.store(scales_ptr, weight_scale)
-    tl.store(scales_ptr + APART, weight_scale * tl.load(learned_ptr))
-    tl.store(scales_ptr + 2 * APART, x_scale)
-    tl.store(scales_ptr + 3 * APART, grad_scale)
+def qkv_scales_kernel(weight_scale_ptr, learned_ptr, scales_ptr, x_scale, grad_scale, APART: tl.constexpr):
+    tl.store(scales_ptr, tl.load(weight_scale_ptr) * tl.load(learned_ptr))
+    tl.store(scales_ptr + APART, x_scale)
+    tl.store(scales_ptr + 2 * APART, grad_scale)
 
 
-def _largest(a: Tensor, b: Tensor | None, tuned: tuple[int, int, int] | None) -> tuple[Tensor, dict[str, int]]:
-    """Bit patterns of the largest squared row norms that each program saw, (1 or 2, programs) int32; and what reads them."""
-    for name, x in (("a", a), ("b", a if b is None else b)):
-        check(x.ndim == 2 and x.stride(1) == 1 and x.shape == a.shape and 0 < x.numel() and x.shape[1] <= 8192, name, x,
-              "(rows, width <= 8192) with contiguous rows, not empty, both of one shape")
+def largest_squares(matrices: tuple[Tensor, ...], tuned: tuple[int, int, int] | None) -> tuple[Tensor, dict[str, int]]:
+    """Bit patterns of the largest squared row norms that each program saw, (matrices, programs) int32; and what reads them."""
+    width = matrices[0].shape[-1]
+    for x in matrices:
+        check(x.ndim == 2 and x.stride(1) == 1 and x.numel() > 0 and x.shape[1] == width <= 8192 and x.dtype == matrices[0].dtype, "x", x,
+              "(rows, width <= 8192) with contiguous rows, not empty, of one width and dtype with the others")
     rows, warps, programs = tuned or CONFIGS[0]
-    matrices, programs = 1 if b is None else 2, min(programs, triton.cdiv(len(a), rows))
-    largest = torch.empty(matrices, programs, dtype=torch.int32, device=a.device)
-    b = a if b is None else b
-    row_norms_kernel[programs, matrices](a, b, largest, *a.shape, a.stride(0), b.stride(0), ROWS=rows,
-                                         COLUMNS=triton.next_power_of_2(a.shape[1]), PROGRAMS=programs, num_warps=warps)
+    programs = min(programs, triton.cdiv(max(map(len, matrices)), rows))
+    largest = torch.empty(len(matrices), programs, dtype=torch.int32, device=matrices[0].device)
+    row_norms_kernel[programs, len(matrices)](
+        matrices, tuple(map(len, matrices)), tuple(x.stride(0) for x in matrices), largest, width, ROWS=rows,
+        COLUMNS=triton.next_power_of_2(width), PROGRAMS=programs, num_warps=warps)
     return largest, dict(PROGRAMS=programs, BLOCK=triton.next_power_of_2(programs), APART=APART, E4M3_MAX=torch.finfo(E4M3).max)
 
 
-def weight_scales(w_in: Tensor, w_out: Tensor, tuned: tuple[int, int, int] | None = None) -> tuple[Tensor, ...]:
-    """Six 0-dim float32, from w_in and w_out (hidden, width): e4m3's scales of x, whose rows are normed, of w_in, w_out and
-    act = relu(x w_inᵀ)²; the product of the first two; and what, times the largest norm of a gradient's row, bounds the
-    gradient before the activation.
+def mlp_scales(in_norm: Tensor, out_norm: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Four 0-dim float32, from the largest row norms of w_in and w_out (hidden, width): e4m3's scale of x, whose rows are normed, and of
+    act = relu(x w_inᵀ)²; the first times w_in's; and what, times the largest norm of a gradient's row, bounds the gradient before
+    the activation.
     """
-    largest, form = _largest(w_in, w_out, tuned)
-    scales = torch.empty(6, APART, device=w_in.device)
-    weight_scales_kernel[1,](largest, scales, w_in.size(1) ** 0.5, **form)
+    scales = torch.empty(4, APART, device=in_norm.device)
+    mlp_scales_kernel[1,](in_norm, out_norm, scales, width**0.5, E4M3_MAX=torch.finfo(E4M3).max, APART=APART)
     return scales[:, 0].unbind()
 
 
 def gradient_scales(grad: Tensor, out_scale: Tensor, pre_bound: Tensor, tuned: tuple[int, int, int] | None = None) -> tuple[Tensor, ...]:
-    """Three 0-dim float32: e4m3's scale of grad (tokens, width), that times `out_scale`, and e5m2's of the gradient before the
-    activation; `out_scale` and `pre_bound`: the third and the last of `weight_scales`.
+    """Three 0-dim float32: e4m3's scale of grad (tokens, width), that times `out_scale`, w_out's, and e5m2's of the gradient before the
+    activation; `pre_bound`: the last of `mlp_scales`.
     """
-    largest, form = _largest(grad, None, tuned)
+    largest, form = largest_squares((grad,), tuned)
     scales = torch.empty(3, APART, device=grad.device)
     gradient_scales_kernel[1,](largest, scales, out_scale, pre_bound, E5M2_MAX=torch.finfo(E5M2).max, **form)
     return scales[:, 0].unbind()
 
 
-def qkv_scales(weight: Tensor, learned: Tensor, x_scale: float, grad_scale: float,
-               tuned: tuple[int, int, int] | None = None) -> tuple[Tensor, ...]:
-    """Four 0-dim float32: e4m3's scale of weight (out, in), that times `learned`, a 0-dim float32, and the two numbers given."""
-    largest, form = _largest(weight, None, tuned)
-    scales = torch.empty(4, APART, device=weight.device)
-    qkv_scales_kernel[1,](largest, scales, learned, x_scale, grad_scale, **form)
+def qkv_scales(weight_scale: Tensor, learned: Tensor, x_scale: float, grad_scale: float) -> tuple[Tensor, ...]:
+    """Three 0-dim float32: the scale of a weight times `learned`, a 0-dim float32, and the two numbers given."""
+    scales = torch.empty(3, APART, device=learned.device)
+    qkv_scales_kernel[1,](weight_scale, learned, scales, x_scale, grad_scale, APART=APART)
     return scales[:, 0].unbind()

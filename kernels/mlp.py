@@ -12,12 +12,15 @@ bound lies 5 to 15 binades above a typical element, and FP8 keeps its relative p
 rows SAMPLED ones are enough: an element of another row saturates only if alone it is larger than all of theirs.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.fp8_linear import product, quantise
-from kernels.fp8_scales import gradient_scales, gradient_scales_twin, weight_scales, weight_scales_twin
+from kernels.fp8_scales import gradient_scales, gradient_scales_twin, mlp_scales, mlp_scales_twin
+from kernels.fp8_weights import FP8Weight, fp8_weights, fp8_weights_twin
 from kernels.quantize import Quantized, quantize, quantize_reference
 from kernels.relu_squared import (
     relu_squared, relu_squared_backward, relu_squared_backward_fp8, relu_squared_backward_fp8_reference, relu_squared_backward_reference,
@@ -49,13 +52,24 @@ def to_fp8(x: Tensor, scale: Tensor, fused: bool, both: bool, in_pairs: bool = F
     return quantize_reference(x, scale, in_pairs=in_pairs) if both else (quantise(x, scale, torch.float8_e4m3fn), None)
 
 
+class MLPWeights(NamedTuple):
+    w_in: FP8Weight
+    w_out: FP8Weight
+    x_scale: Tensor  # from here on `kernels.fp8_scales.mlp_scales`
+    act_scale: Tensor
+    pre_scale: Tensor
+    grad_bound: Tensor
+
+
+def mlp_weights(w_in: FP8Weight, w_out: FP8Weight, width: int, fused: bool = True) -> MLPWeights:
+    return MLPWeights(w_in, w_out, *(mlp_scales if fused else mlp_scales_twin)(w_in.norm, w_out.norm, width))
+
+
 class FP8MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, w_in: Tensor, w_out: Tensor, fused: bool, fp8_weight_grads: bool, x: Tensor, *x8: Tensor) -> Tensor:
-        x_scale, in_scale, out_scale, act_scale, pre_scale, grad_bound = (weight_scales if fused else weight_scales_twin)(w_in, w_out)
+    def forward(ctx, w_in: Tensor, w_out: Tensor, weights: MLPWeights, fused: bool, fp8_weight_grads: bool, x: Tensor, *x8: Tensor) -> Tensor:
+        (in8, in8_transposed, _, in_scale), (out8, out8_transposed, _, out_scale), x_scale, act_scale, pre_scale, grad_bound = weights
         x8, x8_transposed = x8 or to_fp8(x, x_scale, fused, fp8_weight_grads, in_pairs=fp8_weight_grads)
-        in8, in8_transposed = to_fp8(w_in, in_scale, fused, True)
-        out8, out8_transposed = to_fp8(w_out, out_scale, fused, True)
         if fp8_weight_grads:
             act8, act8_transposed = (relu_squared_fp8 if fused else relu_squared_fp8_reference)(x8, in8, pre_scale, act_scale)
             kept = x8_transposed, act8, act8_transposed
@@ -85,13 +99,15 @@ class FP8MLP(torch.autograd.Function):
             grad_pre = backward(grad8, out8, act, product_scale, pre8, pre_scale)
             grad_in, grad_out = grad_pre.T @ x, act.T @ grad.type_as(act)
         grad_x = product(pre8, in8_transposed.T, pre_scale, in_scale, fast=False)
-        return grad_in, grad_out, None, None, grad_x, None, None
+        return grad_in, grad_out, None, None, None, grad_x, None, None
 
 
-def fp8_mlp(x: Tensor | Quantized, w_in: Tensor, w_out: Tensor, fused: bool, fp8_weight_grads: bool) -> Tensor:
+def fp8_mlp(x: Tensor | Quantized, w_in: Tensor, w_out: Tensor, fused: bool, fp8_weight_grads: bool, weights: MLPWeights | None) -> Tensor:
     if isinstance(x, Quantized) and not fp8_weight_grads:
         raise ValueError("x is there in FP8 alone, but for bfloat16 gradients of the weights it must be in bfloat16")
-    return FP8MLP.apply(w_in, w_out, fused, fp8_weight_grads, *(x if isinstance(x, Quantized) else (x,)))
+    made = (w_in.detach(), w_out.detach()) if weights is None else ()
+    weights = weights or mlp_weights(*(fp8_weights if fused else fp8_weights_twin)(made), w_in.size(1), fused)
+    return FP8MLP.apply(w_in, w_out, weights, fused, fp8_weight_grads, *(x if isinstance(x, Quantized) else (x,)))
 
 
 def has_mlp(device: torch.device) -> bool:
@@ -100,21 +116,21 @@ def has_mlp(device: torch.device) -> bool:
 
 
 def mlp_twin(residual: Tensor, x: Tensor | Quantized, w_in: Tensor, w_out: Tensor, fp8: bool,
-             fp8_weight_grads: bool = False) -> tuple[Tensor, ...]:
+             fp8_weight_grads: bool = False, weights: MLPWeights | None = None) -> tuple[Tensor, ...]:
     """residual + relu(x w_inᵀ)² w_out, in FP8 as its two addends: residual, x (tokens, width), x in FP8 with normed rows, with
     `fp8_weight_grads` perhaps a `Quantized`; w_in, w_out (hidden, width).
 
     Its FP8 form multiplies in float32 where the kernel is fused: it is there to compare with, not to be fast. `fp8_weight_grads`
-    changes nothing without `fp8`.
+    changes nothing without `fp8`. `weights`: w_in and w_out in FP8, where they are at hand; else they are made.
     """
     if fp8:
-        return residual, fp8_mlp(x, w_in, w_out, False, fp8_weight_grads)
+        return residual, fp8_mlp(x, w_in, w_out, False, fp8_weight_grads, weights)
     return residual + F.relu(F.linear(x, w_in)).square() @ w_out,
 
 
 def mlp(residual: Tensor, x: Tensor | Quantized, w_in: Tensor, w_out: Tensor, fp8: bool,
-        fp8_weight_grads: bool = False) -> tuple[Tensor, ...]:
+        fp8_weight_grads: bool = False, weights: MLPWeights | None = None) -> tuple[Tensor, ...]:
     """As `mlp_twin`, by Triton kernels, in bfloat16 over `residual`; in FP8 tokens, width and hidden are multiples of 16."""
     if fp8:
-        return residual, fp8_mlp(x, w_in, w_out, True, fp8_weight_grads)
+        return residual, fp8_mlp(x, w_in, w_out, True, fp8_weight_grads, weights)
     return MLP.apply(residual, x, w_in, w_out),

@@ -56,19 +56,28 @@ def packed(low, high, dtype: tl.constexpr):
 
 
 @triton.jit
-def quantize_kernel(x_ptr, q_ptr, transposed_ptr, scale_ptr, amax_ptr, rows, columns, x_row, limit,
-                    AMAX: tl.constexpr, BOTH: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def quantize_tile(x_ptr, q_ptr, transposed_ptr, scale, tile, rows, columns, x_row, limit,
+                  BOTH: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Quantise a tile both or one way; returns what it was."""
     column_tiles = tl.cdiv(columns, COLUMNS)
-    row = (tl.program_id(0) // column_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    column = (tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
+    row = (tile // column_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tile % column_tiles * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
     inside = (row < rows) & (column < columns)
     x = tl.load(x_ptr + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
-    q = tl.clamp(x / tl.load(scale_ptr), -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(q_ptr.dtype.element_ty)
+    q = tl.clamp(x / scale, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(q_ptr.dtype.element_ty)
     tl.store(q_ptr + row * columns + column, q, mask=inside)
     if PAIRED:
         q = tl.reshape(tl.permute(tl.reshape(q, (ROWS // 16, 2, 8, COLUMNS)), (0, 2, 1, 3)), (ROWS, COLUMNS))
     if BOTH:
         tl.store(transposed_ptr + column * rows + row, q, mask=inside)
+    return x
+
+
+@triton.jit
+def quantize_kernel(x_ptr, q_ptr, transposed_ptr, scale_ptr, amax_ptr, rows, columns, x_row, limit,
+                    AMAX: tl.constexpr, BOTH: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    x = quantize_tile(x_ptr, q_ptr, transposed_ptr, tl.load(scale_ptr), tl.program_id(0), rows, columns, x_row, limit,
+                      BOTH, PAIRED, ROWS, COLUMNS)
     if AMAX:
         tl.atomic_max(amax_ptr, tl.max(tl.abs(x)))
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels import (
-    cross_entropy, embedding, fp8_qkv, fp8_scales, head_loss, linear, mlp, newton_schulz, qkv, quantize, residual, residual_fp8, row_adam,
-    shared_rows, smear, symmetric, transpose)
+    cross_entropy, embedding, fp8_qkv, fp8_scales, fp8_weights, head_loss, linear, mlp, newton_schulz, qkv, quantize, residual, residual_fp8,
+    row_adam, shared_rows, smear, symmetric, transpose)
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -189,7 +189,8 @@ def residuals() -> Iterator[tuple[str, Callable]]:
             return torch.autograd.grad((y, seen), (x, rows, scales, row_scales), (x, rows))
         yield f"residual of three layers {n} × {width}", both
         bounds = torch.ones(2, device=DEVICE).unbind()
-        yield f"FP8 scales {n} × {width}", lambda x=x, y=rows: fp8_scales.weight_scales(x, y) + fp8_scales.gradient_scales(x, *bounds)
+        yield f"FP8 scales {n} × {width}", lambda x=x: fp8_scales.mlp_scales(*bounds, 9) + fp8_scales.gradient_scales(x, *bounds)
+        yield f"FP8 weights {n} × {16 * width}", lambda n=n, w=width: sum(fp8_weights.fp8_weights((random(n, 16 * w), random(9, 16 * w))), ())
 
 
 def movers() -> Iterator[tuple[str, Callable]]:

@@ -18,7 +18,9 @@ from kernels.embedding import add_rows, add_rows_reference, embedding, embedding
 from kernels.fp8_linear import quantise
 from kernels.fp8_qkv import GRADIENT_SCALE, fp8_qkv_heads, fp8_qkv_heads_twin, heads_backward_twin
 from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
-from kernels.fp8_scales import gradient_scales, gradient_scales_twin, qkv_scales, qkv_scales_twin, weight_scales, weight_scales_twin
+from kernels.fp8_scales import gradient_scales, gradient_scales_twin, mlp_scales, mlp_scales_twin, qkv_scales, qkv_scales_twin
+from kernels.fp8_weights import CONFIGS as WEIGHTS_CONFIGS
+from kernels.fp8_weights import fp8_weights, fp8_weights_twin
 from kernels.head_loss import among_columns, head_loss, head_loss_twin
 from kernels.linear import add_scaled, add_scaled_reference, scaled, scaled_linear, scaled_linear_reference
 from kernels.master_weight import master_weight, store_master_weight
@@ -408,20 +410,36 @@ def test_fp8_scales_are_their_twins(rows, width, tuned):
         if bad is not None:
             w_in[rows // 2, -1] = bad
             w_out *= bad == 0.0                                          # all zero, or zero where the other has what is no number
-        pairs = [(weight_scales(w_in, w_out, tuned), weight_scales_twin(w_in, w_out))]
-        pairs += [(gradient_scales(x, one, bound, tuned), gradient_scales_twin(x, one, bound)) for x in (w_in, w_out)]
-        pairs += [(qkv_scales(x, one, 0.3, 0.4, tuned), qkv_scales_twin(x, one, 0.3, 0.4)) for x in (w_in, w_out)]
+        numbers = torch.cat([x.float().norm(dim=1).amax()[None] for x in (w_in, w_out)])
+        pairs = [(gradient_scales(x, one, bound, tuned), gradient_scales_twin(x, one, bound)) for x in (w_in, w_out)]
+        pairs += [(mlp_scales(*numbers, width), mlp_scales_twin(*numbers, width))]
+        pairs += [(qkv_scales(x, one, 0.3, 0.4), qkv_scales_twin(x, one, 0.3, 0.4)) for x in numbers]
         for ours, theirs in pairs:
             assert all(scale.shape == () and scale.data_ptr() % 16 == 0 for scale in ours)
             torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-5, atol=0, equal_nan=True)
-            assert all(scale != 0 for scale in ours[:3])
+        assert all(scale != 0 for ours, _ in pairs[:2] for scale in ours)
+
+
+@pytest.mark.parametrize("width", [16, 48, 272])
+def test_fp8_weights(width):
+    """Of different lengths, slices of rows, one of them zero or no number: `quantize`'s bits with their twin's scale, by every configuration."""
+    for bad in (1.0, 0.0, float("nan")):
+        weights = random(300, width + 16)[:, :width], random(1, width) * bad, random(70, width) * 1e3
+        twins = fp8_weights_twin(weights)
+        for tuned in WEIGHTS_CONFIGS:
+            for weight, ours, twin in zip(weights, fp8_weights(weights, tuned), twins, strict=True):
+                assert ours.scale.data_ptr() % 16 == ours.norm.data_ptr() % 16 == 0 and ours.scale != 0
+                torch.testing.assert_close(torch.stack(ours[2:]), torch.stack(twin[2:]), rtol=1e-5, atol=0, equal_nan=True)
+                for x, right in zip(ours, quantize(weight, ours.scale)):
+                    assert x.is_contiguous() and torch.equal(x.view(torch.uint8), right.view(torch.uint8))
+    with pytest.raises(ValueError, match="x must be"):
+        fp8_weights((random(4, 16), random(4, 32)))
 
 
 def test_fp8_scales_refuse_what_they_cannot_do():
     x, one = random(6, 8), torch.ones((), device=DEVICE)
-    for name, call in (("a", lambda: gradient_scales(x.T, one, one)), ("a", lambda: gradient_scales(x[:0], one, one)),
-                       ("b", lambda: weight_scales(x, x[:5]))):
-        with pytest.raises(ValueError, match=f"{name} must be"):
+    for call in (lambda: gradient_scales(x.T, one, one), lambda: gradient_scales(x[:0], one, one)):
+        with pytest.raises(ValueError, match="x must be"):
             call()
 
 
@@ -1128,6 +1146,7 @@ def test_shared_rows_in_fp8_qkv_heads(value):
 def test_fp8_qkv_heads_quantise_once_and_scale_the_product(monkeypatch):
     """With PyTorch's rounding the results are the twin's; the learned scale, also a negative one and zero, multiplies the product."""
     monkeypatch.setattr(kernels.mlp, "quantize", lambda x, scale, both, in_pairs: quantize_reference(x, scale, in_pairs=in_pairs))
+    monkeypatch.setattr(kernels.fp8_qkv, "fp8_weights", fp8_weights_twin)
     tensors, grads = fp8_heads_inputs(48, 2, (16, 32), True)
     for number in (0.6, -0.7, 0.0):
         tensors[2] = torch.tensor(number, device=DEVICE)

@@ -13,6 +13,7 @@ import train_gpt
 from kernels import fp8_linear, mlp, residual, residual_fp8, shared_rows
 from kernels.attention import ATTENTION, choose_attention, fit_tiles
 from kernels.embedding import embedding, embedding_twin, sort_rows
+from kernels.fp8_weights import fp8_weights_twin
 from kernels.linear import scaled_linear, scaled_linear_reference
 from kernels.qkv import qkv_heads, qkv_heads_twin
 from kernels.quantize import normed_scale, quantize_reference
@@ -317,17 +318,23 @@ def test_fp8_off_leaves_no_fp8_product(config, monkeypatch):
 
 
 @pytest.mark.parametrize("fp8_weight_grads", [False, True])
-def test_the_mlp_is_told_whether_its_weights_gradients_are_fp8(config, fp8_weight_grads):
-    trainer, told = train_gpt.Trainer(replace(config, fp8_weight_grads=fp8_weight_grads), train_gpt.World()), []
+def test_the_mlp_is_told_whether_its_weights_gradients_are_fp8(config, fp8_weight_grads, monkeypatch):
+    """And gets the same FP8 weights for all micro-batches of a step, new ones for the next."""
+    trainer, told, made = train_gpt.Trainer(replace(config, fp8_weight_grads=fp8_weight_grads), train_gpt.World()), [], []
     trainer.model.fp8_mlp = True                                         # as on a GPU
+    monkeypatch.setattr(train_gpt, "fp8_weights", lambda weights: made.append(weights) or fp8_weights_twin(weights))
 
     def record(residual, x, w_in, w_out, *fp8):
         told.append(fp8)
         return mlp.mlp_twin(residual, x, w_in, w_out, False)
 
     trainer.model.part[mlp.mlp_twin] = record
-    trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
-    assert set(told) == {(True, fp8_weight_grads)}
+    layers = len(config.layers)
+    for index in range(2):
+        trainer.step(trainer.schedule.at(index), trainer.loader.batches(index))
+        assert len(made) == layers * (index + 1)
+    assert len(told) == 2 * layers * config.micro_batches > 2 * len(made) and {fp8[:2] for fp8 in told} == {(True, fp8_weight_grads)}
+    assert len({id(weights) for *_, weights in told}) == len(made)
 
 
 NORMED_IN_FP8 = {mlp.mlp_twin: mlp.mlp, mlp_input_twin: mlp_input_fp8, norm_fork_twin: norm_fork_fp8}
