@@ -11,7 +11,7 @@ def test_families_of_kernels():
     assert family("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT") == "matmul"
     assert family("kernel_cutlass_flash_attncuteflash_fwd_sm90") == "attention"
     assert family("triton_red_fused__fused_rms_norm__to_copy_add_cat_mul_0") == "elementwise"
-    assert {family(f"{name}_kernel") for name in ("residual", "residual_backward", "shared_rows", "row_norms", "weight_scales",
+    assert {family(f"{name}_kernel") for name in ("residual", "residual_backward", "shared_rows", "row_norms", "smear", "weight_scales",
                                                   "gradient_scales", "scaled", "add_scaled")} == {"elementwise"}
     assert family("gradient_kernel") == "loss" and family("add_blocks_kernel") == "embedding"
     assert {family(name) for name in ("heads_kernel", "heads_backward_kernel", "value_mix_kernel", "value_mix_backward_kernel")} == {"elementwise"}
