@@ -175,7 +175,7 @@ class Config:
     fp8_weight_grads: bool = True       # with fp8_mlp: the gradients of the MLPs' weights as well
     fp8_attention: bool = True          # with fp8 and fused_qkv: the product Q, K, V, both ways
     fused_loss: bool = True             # on GPUs the Triton kernels in place of their plain twins: head and loss,
-    fused_embedding: bool = True        # tables' gradients for only the rows read,
+    fused_embedding: bool = True        # tables' gradients for only the rows read, and what smears the token's,
     fused_mlp: bool = True              # MLP,
     fused_residual: bool = True         # what enters attention and MLP, and the sum of its gradients,
     fused_orthogonalisation: bool = True        # Newton-Schulz,
@@ -608,8 +608,9 @@ class GPT(nn.Module):
             exchanges[name].send(run[embedding_twin](self.hashed()[name][1], sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
-        streams, normed = [(run[smear_twin](rows, is_start, self.smear_gate, smear_share),)], {}   # streams[i]'s sum enters layer i, the last the head
-        sources = [layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i for i, layer in enumerate(config.layers)]
+        streams = [(run[smear_twin](rows, is_start, self.smear_gate, smear_share),)]       # streams[i]'s sum enters layer i, the last the head
+        sources, normed = [layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
+                           for i, layer in enumerate(config.layers)], {}                   # the stream whose norm a layer's attention reads
         for i, (layer, source) in enumerate(zip(config.layers, sources)):
             reached(i, streams[-1][-1])                                  # the last addend: the MLP before goes on from its gradient
             if source not in normed:
@@ -710,12 +711,6 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         adam("trigram table", [model.trigram_table],                    [-1],       75.0, (0.00, 0.99),  5.0, local=True),
     ]
     return [group for group in groups if group.params]
-
-
-@torch.no_grad()
-def copy_all(to: list[Tensor], source: list[Tensor]) -> None:
-    for mine, theirs in zip(to, source, strict=True):
-        mine.copy_(theirs, non_blocking=True)
 
 
 class Round(NamedTuple):
@@ -902,7 +897,7 @@ class Optimizer:
         """Give each tied group the weights and the state of the group it was tied to; from here on it is its own."""
         for shard in self.shards.values():
             if self.tied and shard.group.tied_to:
-                copy_all(shard.state(), self.shards[shard.group.tied_to].state())
+                torch._foreach_copy_(shard.state(), self.shards[shard.group.tied_to].state())
         self.tied = False
 
     def state(self) -> list[Tensor]:

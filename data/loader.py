@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 AHEAD = 4           # steps whose batches are made before they are taken
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
 
+
 class Batch(NamedTuple):
     """Sequences packed end to end. `boundaries` has a fixed length; entries past the last sequence repeat `tokens`' length."""
     tokens: Tensor          # (n,) int32

@@ -222,11 +222,13 @@ def smear_cases(width: int = 768, channels: int = 12) -> Iterator[Case]:
 
     for n in (16384, 49152):
         shape, one, make = f"{n} × {width}", 2.0 * n * width, partial(inputs, n)
-        yield Case("smear", shape, lambda make=make: make()[:-1], smear.smear_forward, smear.smear_twin, 0.0, 2 * one, configs=smear.CONFIGS)
+        yield Case("smear", shape, lambda make=make: make()[:-1], smear.smear_forward, smear.smear_twin, 0.0, 2 * one,
+                   configs=smear.CONFIGS)
         yield Case("smear, both ways", shape, make, smear.smear, smear.smear_twin, 0.0, 5 * one, wrap=both_ways,
                    exact=both_ways(smear.smear_twin))
-        yield Case("its gradients alone (against both ways)", shape, make, back, lambda *x: both_ways(smear.smear_twin)(*x)[1:], 0.0, 3 * one,
-                   compile=False, configs=smear.BACKWARD_CONFIGS)
+        yield Case("smear's gradients alone (against both ways)", shape, make, back, lambda *x: both_ways(smear.smear_twin)(*x)[1:],
+                   0.0, 3 * one, compile=False, configs=smear.BACKWARD_CONFIGS)
 
 
-CASES = (orthogonalisation_cases, product_cases, head_cases, cross_entropy_cases, embedding_cases, smear_cases, row_adam_cases, moving_cases)
+CASES = (orthogonalisation_cases, product_cases, head_cases, cross_entropy_cases, embedding_cases, smear_cases, row_adam_cases,
+         moving_cases)

@@ -94,7 +94,8 @@ def smear_backward_kernel(grad_ptr, rows_ptr, is_start_ptr, gate_ptr, share_ptr,
             column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             row, before = load_rows(rows_ptr, token, live, width, column), load_rows(rows_ptr, token - 1, joined, width, column)
             after = load_rows(rows_ptr, token + 1, next_joined, width, column)
-            square, before_square, next_square = square + dot(row, row), before_square + dot(before, before), next_square + dot(after, after)
+            square, before_square = square + dot(row, row), before_square + dot(before, before)
+            next_square += dot(after, after)
             if chunk == 0:
                 gate = load_gate(gate_ptr, token, channels, column)
                 logit, next_logit = dot(row, gate), dot(after, gate)
@@ -103,7 +104,7 @@ def smear_backward_kernel(grad_ptr, rows_ptr, is_start_ptr, gate_ptr, share_ptr,
         next_inverse = tl.rsqrt(next_square / width + eps)
         sigma, next_mix = tl.sigmoid(logit * inverse), share * tl.sigmoid(next_logit * next_inverse)
         mix = share * sigma
-        # y: of this token, z: of the next; their squares, and sums with the gradients d, e of their norms and with what y and z are made of.
+        # y: of this token, z: of the next; their squares, and sums with the gradients d, e of their norms and with what they are made of.
         yy, zz, yd, ze, dn, yn, en, zn, dp, yp, more = zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, zeros, ()
         for chunk in tl.static_range(CHUNKS):
             column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -132,7 +133,8 @@ def smear_backward_kernel(grad_ptr, rows_ptr, is_start_ptr, gate_ptr, share_ptr,
             at = token.to(tl.int64)[:, None] * width + column
             tl.store(rows_grad_ptr + at, grad.to(rows_grad_ptr.dtype.element_ty), mask=live[:, None] & (column < width))
         share_sum += mix_grad * sigma
-        first = tl.load(rows_ptr + token.to(tl.int64)[:, None] * width + few, mask=live[:, None] & (few < channels), other=0.0).to(tl.float32)
+        at = token.to(tl.int64)[:, None] * width + few
+        first = tl.load(rows_ptr + at, mask=live[:, None] & (few < channels), other=0.0).to(tl.float32)
         gate_sum += tl.sum(logit_grad[:, None] * first * inverse[:, None], axis=0, keep_dims=True)
     sums_ptr += tl.program_id(0) * (channels + 1)
     tl.store(sums_ptr, tl.sum(share_sum))
@@ -154,8 +156,8 @@ def smear_forward(rows: Tensor, is_start: Tensor, gate: Tensor, share: Tensor, t
     (n, width), (tile, columns, warps), out = rows.shape, tuned or CONFIGS[0], torch.empty_like(rows)
     columns = min(columns, triton.next_power_of_2(width))
     if rows.numel():
-        smear_kernel[triton.cdiv(n, tile),](rows, is_start, gate.type_as(rows), share, out, n, width, len(gate), EPS, ROWS=tile, COLUMNS=columns,
-                                            CHUNKS=triton.cdiv(width, columns), num_warps=warps)
+        smear_kernel[triton.cdiv(n, tile),](rows, is_start, gate.type_as(rows), share, out, n, width, len(gate), EPS, ROWS=tile,
+                                            COLUMNS=columns, CHUNKS=triton.cdiv(width, columns), num_warps=warps)
     return out
 
 

@@ -28,7 +28,8 @@ FAMILIES = {
     "matmul": r"gemm|gemv|nvjet|cutlass|matmul|_mm_|product_kernel|splitk",
     "embedding": r"add_(blocks|crossing)|embedding|gather|scatter|index|sort|radix",
     "optimizer": r"lerp",
-    "elementwise": r"triton_|elementwise|reduce|heads_(backward_)?kernel|value_mix|residual|shared_rows|smear|row_norms|_scales_|scaled_kernel",
+    "elementwise": r"triton_|elementwise|reduce|heads_(backward_)?kernel|value_mix|residual|shared_rows|smear|row_norms|_scales_|"
+                   r"scaled_kernel",
     "copies": r"^mem(cpy|set)|copy|transpose|quantize|fill",
 }
 Interval = tuple[float, float]      # begin and end, microseconds

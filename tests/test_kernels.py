@@ -958,7 +958,7 @@ def test_value_mix(n, heads, channels):
     kept, wide = torch.empty_like(seen.contiguous()), random(n, 2 * channels)        # as a part of FP8 rows: scaled, and their gradient's
     again = value_mix(seen * 4, row, gate, 0.25, kept)
     assert torch.equal(kept, seen)
-    torch.testing.assert_close(again, mix, rtol=1e-5, atol=0)                        # another kernel, which may contract its sums otherwise
+    torch.testing.assert_close(again, mix, rtol=1e-5 if DEVICE == "cuda" else 0, atol=0)    # another kernel: there contracted otherwise
     before, row_grad_again = wide.clone(), old.clone()
     into, _ = value_mix_backward(mix_grad, mix, seen, row, gate, row_grad_again, wide[:, 1:channels + 1])
     assert torch.equal(row_grad_again, row_grad) and into.data_ptr() == wide[:, 1:].data_ptr()
