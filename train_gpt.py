@@ -1082,7 +1082,7 @@ class Trainer:
             for steps_done in self.validation_points():
                 self.model(to_device(self.validation[0], self.world.device), self.schedule.validation(steps_done))
         self.optimizer.restore(snapshot)
-        self.world.wait_for_all()                                        # or the first timed step would wait for the slowest
+        self.world.wait_for_all()                                        # start-up takes as long as the slowest rank's
 
     def validation_points(self) -> list[int]:
         """Steps done when the model is scored."""
@@ -1097,7 +1097,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> None:
     points = set(trainer.validation_points())
     batches = trainer.loader.prefetch(0, len(trainer.schedule))
     try:
-        with clock.running():
+        with clock.running(trainer.world.wait_for_all):
             for step in trainer.schedule:
                 report.add(step, trainer.step(step, next(batches)))
                 if step.index + 1 in points:

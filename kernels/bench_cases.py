@@ -164,8 +164,8 @@ def embedding_cases(width: int = 768) -> Iterator[Case]:
                        kernel, dense, 0.0, 6.0 * tokens * width, configs=embedding.CONFIGS)
 
 
-def row_adam_cases(width: int = 192) -> Iterator[Case]:
-    def inputs(rows: int, read: int) -> tuple:
+def row_adam_cases() -> Iterator[Case]:
+    def inputs(rows: int, read: int, width: int) -> tuple:
         index = torch.randint(rows, (read,), device="cuda").unique()
         lost, grad = (torch.zeros(rows, width, device="cuda", dtype=dtype) for dtype in (torch.int16, torch.bfloat16))
         last, marked = torch.zeros(rows, device="cuda"), torch.zeros(rows, device="cuda", dtype=torch.bool)
@@ -183,9 +183,10 @@ def row_adam_cases(width: int = 192) -> Iterator[Case]:
             return weight
         return update
 
-    for rows, read in ((377280, 100_000), (377280, 400_000), (1509120, 100_000), (1509120, 400_000)):
+    for rows, read, width in ((377280, 100_000, 192), (377280, 400_000, 192), (1509120, 100_000, 192), (1509120, 400_000, 192),
+                              (33554432, 400_000, 32)):
         touched = rows * (1 - (1 - 1 / rows) ** read)
-        yield Case("Adam on the rows read, and a copy of their gradients", f"{read} of {rows} × {width}", partial(inputs, rows, read),
+        yield Case("Adam on the rows read, and a copy of their gradients", f"{read} of {rows} × {width}", partial(inputs, rows, read, width),
                    row_adam.row_adam, row_adam.row_adam_twin, 0.0, 1.0 * rows + 24.0 * width * touched, wrap=run,
                    exact=lambda weight, lost, *state: run(row_adam.row_adam_twin)(weight, None, *state), configs=row_adam.CONFIGS)
 

@@ -18,9 +18,12 @@ from torch import Tensor
 from kernels.backend import check, tl, triton
 from kernels.master_weight import apply_update
 
-# (rows whose marks a program reads, elements a tile, warps), the first is used. A tile is as many whole rows as fit: one row of
-# 192 a warp leaves no tile half empty, needs no barrier, and 28 such programs, of 72 registers a thread, share a multiprocessor of sm_90.
-CONFIGS = [(64, 256, 1), (32, 256, 1), (128, 256, 1), (64, 512, 1), (64, 512, 2), (64, 1024, 4), (64, 2048, 4), (128, 2048, 4)]
+# (rows whose marks a program reads, elements a tile, warps). A tile is as many whole rows as fit: one row of 192 a warp leaves no
+# tile half empty, needs no barrier, and 28 such programs, of 72 registers a thread, share a multiprocessor of sm_90. The first is
+# used; the second for tables of LONG rows or more, of which a step reads so few that most of the time would go to starting programs.
+CONFIGS = [(64, 256, 1), (1024, 256, 4), (32, 256, 1), (128, 256, 1), (64, 512, 2), (256, 256, 1), (512, 256, 2), (1024, 512, 4),
+           (2048, 512, 4), (2048, 1024, 8), (4096, 1024, 8)]
+LONG = 2 ** 24
 
 
 def row_adam_twin(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second: Tensor, last: Tensor, marked: Tensor,
@@ -89,7 +92,7 @@ def row_adam_kernel(weight_ptr, lost_ptr, grad_ptr, second_ptr, last_ptr, marked
 
 
 def row_adam(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second: Tensor, last: Tensor, marked: Tensor, steps: Tensor,
-             healthy: Tensor, lr: Tensor, decay: Tensor, beta2: float, cautious: bool, tuned: tuple[int, int, int] = CONFIGS[0]) -> None:
+             healthy: Tensor, lr: Tensor, decay: Tensor, beta2: float, cautious: bool, tuned: tuple[int, int, int] | None = None) -> None:
     """As `row_adam_twin`, by a Triton kernel; weight in bf16 with lost bits, or in float32 without.
 
     `marked` is True for every row that has a gradient; no other row's gradient is read, or becomes zero.
@@ -104,7 +107,7 @@ def row_adam(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second: Ten
     check(marked.shape == (rows,) and marked.dtype == torch.bool and marked.is_contiguous(), "marked", marked, f"bool ({rows},)")
     check(0 < beta2 < 1, "second", second, f"decayed by a beta2 between 0 and 1, not {beta2}")
     steps.add_(healthy)
-    (marks, elements, warps), columns = tuned, 1 << max(width - 1, 0).bit_length()
+    (marks, elements, warps), columns = tuned or CONFIGS[rows >= LONG], 1 << max(width - 1, 0).bit_length()
     if rows and width:
         row_adam_kernel[triton.cdiv(rows, marks),](
             weight.view(torch.int16) if split else weight, lost_bits, grad, second, last, marked, steps, healthy, lr, decay, rows, width,

@@ -713,7 +713,7 @@ def test_marks_and_tiles_of_row_adam_change_no_bit(share):
     touched, results = torch.rand(rows, device=DEVICE) < share, []
     start[2][touched] = random(int(touched.sum()), width).to(torch.bfloat16)
     start[3].uniform_()
-    for tuned in ((16, 64, 1), (64, 2048, 4), (256, 128, 2), "all marked", "twin"):
+    for tuned in ((16, 64, 1), (1024, 256, 4), (256, 128, 2), "all marked", "twin"):
         state = [x.clone() for x in start]
         state[5].copy_(torch.ones_like(touched) if tuned == "all marked" else touched)
         update = row_adam_twin if tuned == "twin" else partial(row_adam, **{} if tuned == "all marked" else {"tuned": tuned})
