@@ -53,6 +53,8 @@ def product_cases() -> Iterator[Case]:
             yield Case("polynomial", shape, lambda x=x, n=n: (symmetric.gram(x()) / n, 3.9, -2.8, 0.5),
                        symmetric.polynomial, symmetric.polynomial_reference, flop, 4.0 * batch * n * n,
                        configs=symmetric.CONFIGS)
+            yield Case("product PQ of what commutes", shape, lambda x=x, n=n: (symmetric.gram(x()) / n,) * 2,
+                       symmetric.product, torch.bmm, flop, 6.0 * batch * n * n, compile=False, configs=symmetric.CONFIGS)
         # aI inside P leaves a plain product, for which no kernel here is faster: against aX + BX in one call.
         yield Case("last product PX, bmm (against baddbmm)", shape,
                    lambda x=x, n=n: (symmetric.gram(x()) / n, x()), torch.bmm, torch.bmm, flop,

@@ -6,6 +6,12 @@ once; in bfloat16 that rounds no worse. Normalisation is free of passes over X: 
 computed from the first A, which is rescaled on both sides (m·m elements), and X's own scaling is folded into
 the first P as P·diag(s).
 
+Of an X more than twice as long as wide each second step works on m·m matrices alone: A ← PAP = aW + EW with W = PA = aA + EA and
+E = bA + cA², products that commute and so are symmetric, and X is read for two steps at once. P's aI is never rounded: of a matrix
+that one direction dominates, as gradients do, P is 8 for all others and 1 for that one, and the ±0.016 that bfloat16 leaves of 8
+undo it (training diverged). All m·m matrices but the one that meets X are float16: their singular values lie in [0, 1.3] and it is
+their last bits that count. Two steps at once are then as near to the polar factor as one by one; three are not.
+
 - "aol" (Prach and Lampert, arXiv 2208.03160): s_i = (Σ_j |A_ij|)^-½. Bounds the largest singular value by 1
   with little slack, at the price of a slightly different direction: polar(diag(s) X).
 - "frobenius": s = 1 / (1.02 ‖X‖_F) for all rows.
@@ -19,7 +25,7 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.coefficients import Triple, lower_end, polar_express
-from kernels.symmetric import gram, gram_with_row_sums, polynomial
+from kernels.symmetric import gram, gram_with_row_sums, polynomial, product
 
 SAFETY = 1.02  # on the Frobenius norm: rounding must not push a singular value past 1
 
@@ -42,7 +48,7 @@ def newton_schulz_reference(
 
 
 @triton.jit
-def rescale_kernel(a_ptr, squares_ptr, scale_ptr, m, parts, TILE: tl.constexpr):
+def rescale_kernel(a_ptr, out_ptr, squares_ptr, scale_ptr, m, parts, TILE: tl.constexpr):
     batch = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * TILE + tl.arange(0, TILE)
     columns = tl.program_id(2) * TILE + tl.arange(0, TILE)
@@ -56,23 +62,34 @@ def rescale_kernel(a_ptr, squares_ptr, scale_ptr, m, parts, TILE: tl.constexpr):
     column_scale = tl.where(column_square > 0, tl.rsqrt(column_square), 0.0)
     if tl.program_id(2) == 0:
         tl.store(scale_ptr + batch * m + rows, row_scale, mask=rows < m)
-    tile = a_ptr + batch * m * m + rows[:, None] * m + columns[None, :]
+    tile = batch * m * m + rows[:, None] * m + columns[None, :]
     inside = (rows < m)[:, None] & (columns < m)[None, :]
     # s_i·s_j first: a product that commutes, so that A stays symmetric bit for bit.
-    scaled = tl.load(tile, mask=inside, other=0.0).to(tl.float32) * (row_scale[:, None] * column_scale[None, :])
-    tl.store(tile, scaled.to(a_ptr.dtype.element_ty), mask=inside)
+    scaled = tl.load(a_ptr + tile, mask=inside, other=0.0).to(tl.float32) * (row_scale[:, None] * column_scale[None, :])
+    tl.store(out_ptr + tile, scaled.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def rescale(
-    a_matrix: Tensor,  # (batch, m, m) contiguous; rescaled in place
+    a_matrix: Tensor,  # (batch, m, m) contiguous
     squares: Tensor,  # (batch, parts, m) float32 contiguous; their sum over the parts is s^-2
-) -> Tensor:
-    """A ← diag(s) A diag(s); returns s, (batch, m) float32, with s = 0 where the sum is 0."""
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """diag(s) A diag(s) in `dtype` and s, (batch, m) float32, with s = 0 where the sum is 0."""
     batch, m, _ = a_matrix.shape
+    out = torch.empty_like(a_matrix, dtype=dtype)
     scale = torch.empty(batch, m, dtype=torch.float32, device=a_matrix.device)
     grid = (batch, triton.cdiv(m, 64), triton.cdiv(m, 64))
-    rescale_kernel[grid](a_matrix, squares, scale, m, squares.shape[1], TILE=64, num_warps=4)
-    return scale
+    rescale_kernel[grid](a_matrix, out, squares, scale, m, squares.shape[1], TILE=64, num_warps=4)
+    return out, scale
+
+
+def normalised_gram(wide: Tensor, normalisation: str, unscaled: torch.dtype, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A of diag(s) X in `dtype`, rounded to `unscaled` before, and s (batch, m)."""
+    if normalisation == "aol":
+        return rescale(*gram_with_row_sums(wide, unscaled), dtype)
+    a_matrix = gram(wide, unscaled)
+    trace = a_matrix.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float32)
+    return rescale(a_matrix, (SAFETY**2 * trace)[:, None, None].expand(-1, 1, wide.shape[1]).contiguous(), dtype)
 
 
 def newton_schulz(
@@ -92,18 +109,22 @@ def newton_schulz(
         return torch.empty_like(x)
     shape, tall = x.shape, x.shape[-2] > x.shape[-1]
     x = x.reshape(-1, *shape[-2:])
-    scale = None
-    for step, (a, b, c) in enumerate(triples):
+    exact = torch.float16 if x.dtype == torch.bfloat16 else x.dtype
+    at_once = 2 if max(shape[-2:]) > 2 * min(shape[-2:]) else 1
+    for first in range(0, len(triples), at_once):
         wide = x.mT if tall else x
-        if step > 0:
-            a_matrix, scale = gram(wide), None
-        elif normalisation == "aol":
-            a_matrix, squares = gram_with_row_sums(wide)
-            scale = rescale(a_matrix, squares)
+        if first > 0:
+            a_matrix, scale = gram(wide, exact), None
         else:
-            a_matrix = gram(wide)
-            trace = a_matrix.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float32)
-            scale = rescale(a_matrix, (SAFETY**2 * trace)[:, None, None].expand(-1, 1, wide.shape[1]).contiguous())
-        p = polynomial(a_matrix, a, b, c, column_scale=scale)
+            a_matrix, scale = normalised_gram(wide, normalisation, x.dtype if at_once == 1 else torch.float32, exact)
+        (a, b, c), *second = triples[first:first + at_once]
+        if second:
+            [(a2, b2, c2)] = second
+            e = polynomial(a_matrix, 0.0, b, c)                          # P = aI + E
+            pa = product(e, a_matrix, c=a)
+            e2 = polynomial(product(e, pa, c=a), 0.0, b2, c2)
+            p = product(e2, e, a * a2, a, a2, scale, x.dtype)            # (a2 I + E2)(aI + E)
+        else:
+            p = polynomial(a_matrix, a, b, c, scale, x.dtype)
         x = x @ p.mT if tall else p @ x
     return x.view(shape)

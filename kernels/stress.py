@@ -93,6 +93,7 @@ def products() -> Iterator[tuple[str, Callable]]:
         yield f"gram of the transpose {shape}", lambda x=x: symmetric.gram_with_row_sums(x.mT)
         scale = torch.rand(2, shape[1], device=DEVICE)
         yield f"polynomial {shape}", lambda a=symmetric.gram(square), s=scale: symmetric.polynomial(a, 3.5, -2.5, 0.5, s)
+        yield f"product {shape}", lambda a=symmetric.gram(square), s=scale: symmetric.product(a, a, 3.5, -2.5, 0.5, s)
         for name, (triples, normalisation) in METHODS.items():
             yield f"newton_schulz {name} {shape}", lambda x=x, t=triples, n=normalisation: newton_schulz.newton_schulz(x, t, n)
 

@@ -1,4 +1,4 @@
-"""A = X Xᵀ and P = aI + bA + cAA, batched, computing one triangle of tiles and mirroring it.
+"""A = X Xᵀ, P = aI + bA + cAA and aI + bP + cQ + PQ where P and Q commute, batched, computing one triangle of tiles and mirroring it.
 
 Half the FLOP (m·m·k instead of 2·m·m·k) and an output that equals its transpose bit for bit. XᵀX needs no
 transposed copy: pass `x.mT`, the kernel follows the strides. The first product can also sum |A| along its
@@ -51,8 +51,8 @@ def grouped_triangle_tile(index, tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def symmetric_kernel(x_ptr, out_ptr, sums_ptr, column_scale_ptr, m, k, x_batch, x_row, x_column, a, b, c,
-                     POLYNOMIAL: tl.constexpr, ROW_SUMS: tl.constexpr, SCALED: tl.constexpr,
+def symmetric_kernel(x_ptr, y_ptr, out_ptr, sums_ptr, column_scale_ptr, m, k, x_batch, x_row, x_column, a, b, c, d,
+                     POLYNOMIAL: tl.constexpr, ROW_SUMS: tl.constexpr, SCALED: tl.constexpr, MIXED: tl.constexpr,
                      TILE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
     tiles = tl.cdiv(m, TILE)
     triangle = tiles * (tiles + 1) // 2
@@ -63,8 +63,9 @@ def symmetric_kernel(x_ptr, out_ptr, sums_ptr, column_scale_ptr, m, k, x_batch, 
     depth = tl.arange(0, DEPTH)
 
     x_ptr += batch * x_batch
+    y_ptr += batch * x_batch
     left = x_ptr + (rows % m)[:, None] * x_row + depth[None, :] * x_column  # past the end: any row, not stored
-    right = x_ptr + (columns % m)[None, :] * x_row + depth[:, None] * x_column
+    right = y_ptr + (columns % m)[None, :] * x_row + depth[:, None] * x_column
     product = tl.zeros((TILE, TILE), tl.float32)
     for start in range(0, k, DEPTH):
         inside = depth < k - start
@@ -81,8 +82,11 @@ def symmetric_kernel(x_ptr, out_ptr, sums_ptr, column_scale_ptr, m, k, x_batch, 
         if i != j:
             tl.store(sums_ptr + i * m + columns, tl.sum(size, 0), mask=columns < m)
     if POLYNOMIAL:
-        x = tl.load(x_ptr + rows[:, None] * x_row + columns[None, :] * x_column, mask=inside, other=0.0)
-        product = b * x.to(tl.float32) + c * product + tl.where(rows[:, None] == columns[None, :], a, 0.0)
+        tile = rows[:, None] * x_row + columns[None, :] * x_column
+        product = b * tl.load(x_ptr + tile, mask=inside, other=0.0).to(tl.float32) + c * product
+        product += tl.where(rows[:, None] == columns[None, :], a, 0.0)
+        if MIXED:
+            product += d * tl.load(y_ptr + tile, mask=inside, other=0.0).to(tl.float32)
     mirrored = product
     if SCALED:
         column_scale_ptr += batch * m
@@ -108,16 +112,16 @@ def _config(x: Tensor) -> tuple[int, int, int, int]:
     return CONFIGS[2 if _triangle(x, CONFIGS[0][0]) < FEW else 0 if x.stride(2) == 1 else 1]
 
 
-def _launch(x: Tensor, a: float, b: float, c: float, polynomial: bool, sums: Tensor | None, scale: Tensor | None,
-            tuned: tuple[int, int, int, int] | None) -> Tensor:
+def _launch(x: Tensor, y: Tensor, coefficients: tuple[float, ...] | None, sums: Tensor | None, scale: Tensor | None,
+            dtype: torch.dtype | None, tuned: tuple[int, int, int, int] | None) -> Tensor:
     batch, m, k = x.shape
     tile, depth, warps, stages = tuned or _config(x)
-    out = torch.empty(batch, m, m, dtype=x.dtype, device=x.device)
+    out = torch.empty(batch, m, m, dtype=dtype or x.dtype, device=x.device)
     if out.numel():
         symmetric_kernel[_triangle(x, tile),](
-            x, out, sums, scale, m, k, *x.stride(), a, b, c, POLYNOMIAL=polynomial, ROW_SUMS=sums is not None,
-            SCALED=scale is not None, TILE=tile, DEPTH=depth, GROUP=8, num_warps=warps, num_stages=stages,
-            maxnreg=128 if warps == 8 else None)
+            x, y, out, sums, scale, m, k, *x.stride(), *(coefficients or (0.0, 0.0, 1.0, 0.0)), POLYNOMIAL=coefficients is not None,
+            ROW_SUMS=sums is not None, SCALED=scale is not None, MIXED=bool(coefficients and coefficients[3]),
+            TILE=tile, DEPTH=depth, GROUP=8, num_warps=warps, num_stages=stages, maxnreg=128 if warps == 8 else None)
     return out
 
 
@@ -127,33 +131,56 @@ def _check(x: Tensor) -> None:
     check(x.dtype in (torch.bfloat16, torch.float16, torch.float32), "x", x, "bfloat16, float16 or float32")
 
 
+def _check_square(a_matrix: Tensor, column_scale: Tensor | None) -> None:
+    _check(a_matrix)
+    check(a_matrix.shape[1] == a_matrix.shape[2], "a_matrix", a_matrix, "square")
+    if column_scale is not None:
+        check(column_scale.shape == a_matrix.shape[:2] and column_scale.is_contiguous()
+              and column_scale.dtype == torch.float32, "column_scale", column_scale, "contiguous (batch, m) float32")
+
+
 def gram(
     x: Tensor,  # (batch, m, k), any strides: pass y.mT for YᵀY
+    dtype: torch.dtype | None = None,
     tuned: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """A = X Xᵀ, (batch, m, m) in x's dtype, accumulated in float32."""
+    """A = X Xᵀ, (batch, m, m) in `dtype`, x's if None, accumulated in float32."""
     _check(x)
-    return _launch(x, 0.0, 0.0, 1.0, False, None, None, tuned)
+    return _launch(x, x, None, None, None, dtype, tuned)
 
 
-def gram_with_row_sums(x: Tensor, tuned: tuple[int, int, int, int] | None = None) -> tuple[Tensor, Tensor]:
-    """A = X Xᵀ and float32 partial sums (batch, parts, m): summed over the parts, row i of |A|."""
+def gram_with_row_sums(
+    x: Tensor, dtype: torch.dtype | None = None, tuned: tuple[int, int, int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A = X Xᵀ as `gram` and float32 partial sums (batch, parts, m): summed over the parts, row i of |A|."""
     _check(x)
     tuned = tuned or _config(x)
     sums = torch.empty(len(x), triton.cdiv(x.shape[1], tuned[0]), x.shape[1], dtype=torch.float32, device=x.device)
-    return _launch(x, 0.0, 0.0, 1.0, False, sums, None, tuned), sums
+    return _launch(x, x, None, sums, None, dtype, tuned), sums
 
 
 def polynomial(
     a_matrix: Tensor,  # (batch, m, m), symmetric: the caller's promise
     a: float, b: float, c: float,
     column_scale: Tensor | None = None,  # (batch, m) float32
+    dtype: torch.dtype | None = None,
     tuned: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """aI + bA + cAA for symmetric A; with `column_scale` s, (aI + bA + cAA)·diag(s), no longer symmetric."""
-    _check(a_matrix)
-    check(a_matrix.shape[1] == a_matrix.shape[2], "a_matrix", a_matrix, "square")
-    if column_scale is not None:
-        check(column_scale.shape == a_matrix.shape[:2] and column_scale.is_contiguous()
-              and column_scale.dtype == torch.float32, "column_scale", column_scale, "contiguous (batch, m) float32")
-    return _launch(a_matrix, a, b, c, True, None, column_scale, tuned)
+    """aI + bA + cAA for symmetric A, in `dtype`; with `column_scale` s, (aI + bA + cAA)·diag(s), no longer symmetric."""
+    _check_square(a_matrix, column_scale)
+    return _launch(a_matrix, a_matrix, (a, b, c, 0.0), None, column_scale, dtype, tuned)
+
+
+def product(
+    p: Tensor,  # (batch, m, m), contiguous and symmetric, as q
+    q: Tensor,  # like p, with p q = q p: the caller's promise, as that of two polynomials in one matrix
+    a: float = 0.0, b: float = 0.0, c: float = 0.0,
+    column_scale: Tensor | None = None,  # (batch, m) float32
+    dtype: torch.dtype | None = None,
+    tuned: tuple[int, int, int, int] | None = None,
+) -> Tensor:
+    """aI + bP + cQ + PQ in `dtype`, symmetric as well; with `column_scale` s that times diag(s), no longer symmetric."""
+    _check_square(p, column_scale)
+    check(p.is_contiguous(), "p", p, "contiguous")
+    check(q.shape == p.shape and q.dtype == p.dtype and q.is_contiguous(), "q", q, "like p")
+    return _launch(p, q, (a, b, 1.0, c), None, column_scale, dtype, tuned)

@@ -45,7 +45,7 @@ from kernels.smear import BACKWARD_CONFIGS as SMEAR_BACKWARD_CONFIGS
 from kernels.smear import CONFIGS as SMEAR_CONFIGS
 from kernels.smear import smear, smear_backward, smear_forward, smear_twin
 from kernels.symmetric import (
-    CONFIGS as SYMMETRIC_CONFIGS, gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference)
+    CONFIGS as SYMMETRIC_CONFIGS, gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference, product)
 from kernels.transpose import add_transposed, add_transposed_reference, transpose, transpose_reference
 from kernels.value_gate import value_mix, value_mix_backward, value_mix_reference
 
@@ -139,10 +139,10 @@ def test_gram(shape, dtype):
 def test_symmetric_products_of_every_configuration(tuned):
     """With more than one tile a row, and one that is not full."""
     x = random(2, 130, 70)
-    out, sums = gram_with_row_sums(x, tuned)
+    out, sums = gram_with_row_sums(x, tuned=tuned)
     exact = x.double() @ x.double().mT
     assert_as_exact_as_pytorch(out, gram_reference(x), exact)
-    assert torch.equal(out, out.mT) and torch.equal(out, gram(x, tuned))
+    assert torch.equal(out, out.mT) and torch.equal(out, gram(x, tuned=tuned))
     torch.testing.assert_close(sums.sum(1), exact.abs().sum(-1).float(), rtol=1e-5, atol=1e-5)
     assert_as_exact_as_pytorch(polynomial(out, 3.5, -2.5, 0.5, tuned=tuned), polynomial_reference(out, 3.5, -2.5, 0.5),
                                polynomial_reference(out.double(), 3.5, -2.5, 0.5))
@@ -162,10 +162,28 @@ def test_polynomial(m, dtype):
     assert_as_exact_as_pytorch(scaled, (plain * scale[:, None]).to(dtype), exact * scale[:, None])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 5, 96, 130])
+def test_product_of_what_commutes(m, dtype):
+    """Two polynomials in one matrix: as exact as what they were rounded to, by rows of the lower triangle, in either dtype."""
+    a_matrix = gram(random(2, m, 40, dtype=dtype)) / 50
+    p, q, scale = polynomial(a_matrix, 0.0, -2.5, 0.5), polynomial(a_matrix, 0.0, 1.0, 0.2), torch.rand(2, m, device=DEVICE)
+    eye = torch.eye(m, device=DEVICE)
+    for a, b, c in ((0.0, 0.0, 0.0), (3.5, 2.5, -1.5)):
+        plain, exact = (a * eye.to(p.dtype) + b * p + c * q + p @ q for p, q in ((p, q), (p.double(), q.double())))
+        out = product(p, q, a, b, c)
+        assert_as_exact_as_pytorch(out.tril(), plain.tril(), exact.tril())
+        assert torch.equal(out, out.mT) and torch.equal(out, product(p, q, a, b, c))
+        exact = (exact + exact.mT) / 2 * scale[:, None]
+        assert (product(p, q, a, b, c, column_scale=scale) - exact).norm() <= (4 * torch.finfo(dtype).eps) * exact.norm()
+        assert product(p, q, a, b, c, dtype=torch.float32).dtype == torch.float32
+
+
 def test_products_refuse_what_they_cannot_do():
     x = random(2, 8, 6)
     for call in (lambda: gram(x[0]), lambda: gram(x.double()), lambda: polynomial(x, 1, 1, 1),
-                 lambda: polynomial(x[:, :6], 1, 1, 1, column_scale=x[0]),
+                 lambda: polynomial(x[:, :6], 1, 1, 1, column_scale=x[0]), lambda: product(x, x),
+                 lambda: product(x[:, :6], x[:, :6]), lambda: product(gram(x), gram(x)[:1]),
                  lambda: newton_schulz(x, normalisation="spectral"), lambda: newton_schulz(x, triples=()),
                  lambda: newton_schulz(x[0, 0])):
         with pytest.raises(ValueError, match="must be"):
@@ -200,6 +218,17 @@ def test_newton_schulz_reaches_the_polar_factor(normalisation, triples):
     out = newton_schulz(x.to(DTYPES[0]), triples, normalisation)
     assert error(out, u @ v) < 0.6  # AOL turns the direction a little
     assert torch.linalg.svdvals(out.double()).sub(1).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("larger", [100, 1000])
+def test_newton_schulz_of_what_one_direction_dominates(larger):
+    """As a gradient's often does: where P's differences between it and the others are lost in rounding, training diverges."""
+    noise = random(2, 48, 160).double() / 160 ** 0.5
+    rows = torch.stack([torch.full((48,), 48 ** -0.5, device=DEVICE).double(), torch.randn(48, device=DEVICE).double() / 48 ** 0.5])
+    direction = torch.nn.functional.normalize(torch.randn(2, 1, 160, device=DEVICE).double(), dim=2)
+    x = (noise + larger * rows[:, :, None] * direction).to(DTYPES[-1])
+    for normalisation, triples in METHODS:
+        assert error(newton_schulz(x, triples, normalisation), newton_schulz_reference(x.double(), triples, normalisation)) < 0.13
 
 
 def test_newton_schulz_stays_finite():
