@@ -1,8 +1,9 @@
 """The scales of FP8 products from max_i ‖row i‖ of their weights, and of an MLP's gradient: one pass over that, and one tiny kernel.
 
 A row's norm bounds its elements and, by Cauchy and Schwarz, what products make of it (`kernels.mlp`). Row norms, their largest and
-the arithmetic of the scales were some 25 launches a layer; here a gradient's are two, and `kernels.fp8_weights` has the weights'. The largest is taken of the bit patterns of
-the squares' sums, which for numbers that are not negative have the numbers' order, NaN above all: so it is exact, in any order.
+the arithmetic of the scales were some 25 launches a layer; here a gradient's are two, and `kernels.fp8_weights` has the weights'.
+The largest is taken of the bit patterns of the squares' sums, which for numbers that are not negative have the numbers' order, NaN
+above all: so it is exact, in any order.
 """
 import torch
 from torch import Tensor

@@ -191,8 +191,7 @@ def residuals() -> Iterator[tuple[str, Callable]]:
         yield f"residual of three layers {n} × {width}", both
         bounds = torch.ones(2, device=DEVICE).unbind()
         yield f"FP8 scales {n} × {width}", lambda x=x: fp8_scales.mlp_scales(*bounds, 9) + fp8_scales.gradient_scales(x, *bounds)
-        wide = max(width // 16 * 16, 16)
-        yield f"FP8 weights {n} × {wide}", lambda n=n, w=wide: sum(fp8_weights.fp8_weights((random(n, w), random(9, w))), ())
+        yield f"FP8 weights {width} × {16 * n}", lambda n=width, w=16 * n: sum(fp8_weights.fp8_weights((random(n, w), random(9, w))), ())
 
 
 def movers() -> Iterator[tuple[str, Callable]]:

@@ -1,5 +1,7 @@
-"""The table of what settings cost: which steps are timed, settings to try, and the whole command."""
+"""The table of what settings cost: which steps are timed, settings to try, and the whole command; the clock."""
+import gc
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 
 import train_gpt
 from records import ablate
+from records.clock import Clock
 
 
 def test_each_stage_is_timed_with_and_without_adam(config):
@@ -47,3 +50,16 @@ def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch,
     assert rows[0] == "ms a step" and rows[2:] == ["as given", "smear=false", "as given"]
     monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--try", "nothing=1"])
     assert ablate.main() == 2 and "no setting 'nothing'" in capsys.readouterr().err
+
+
+def test_the_clock_starts_when_every_rank_is_there():
+    """Behind the garbage collection, which takes each its own time; what waiting takes does not count."""
+    clock, seen = Clock(torch.device("cpu")), []
+
+    def wait_for_all():
+        seen.append((gc.isenabled(), clock.since))
+        time.sleep(0.3)
+
+    with clock.running(wait_for_all):
+        assert not gc.isenabled() and clock.since is not None
+    assert seen == [(False, None)] and clock.seconds < 0.2 and gc.isenabled()

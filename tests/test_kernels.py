@@ -735,23 +735,24 @@ def test_row_adam_is_adam_without_a_first_moment(update, rows, width, split):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.4, 1.0])
-def test_marks_and_tiles_of_row_adam_change_no_bit(share):
-    """One program or many, few rows a tile or all: the same as with every row marked, and the twin's rows."""
+def test_marks_and_tiles_of_row_adam_change_no_bit(share, monkeypatch):
+    """One program or many, few rows a tile or all, a long table's: the same as with every row marked, and the twin's rows."""
     rows, width = 150, 24
     start, numbers = row_adam_state(rows, width, True), [torch.tensor(x, device=DEVICE) for x in (True, 0.02, 0.3)]
     touched, results = torch.rand(rows, device=DEVICE) < share, []
     start[2][touched] = random(int(touched.sum()), width).to(torch.bfloat16)
     start[3].uniform_()
-    for tuned in ((16, 64, 1), (1024, 256, 4), (256, 128, 2), "all marked", "twin"):
+    for tuned in ((16, 64, 1), (64, 2048, 4), (256, 128, 2), None, "all marked", "twin"):
+        monkeypatch.setattr(kernels.row_adam, "LONG", rows + (tuned is not None))
         state = [x.clone() for x in start]
         state[5].copy_(torch.ones_like(touched) if tuned == "all marked" else touched)
         update = row_adam_twin if tuned == "twin" else partial(row_adam, **{} if tuned == "all marked" else {"tuned": tuned})
         update(*state, *numbers, 0.9, True)
         assert not state[5].any()
         results.append(state)
-    for other in results[1:4]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
-    kernel, twin = results[0], results[4]
+    kernel, *others, twin = results
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(kernel, other))
     assert all(torch.equal(kernel[i], twin[i]) for i in (2, 4, 5, 6))
     torch.testing.assert_close(master_weight(*kernel[:2]), master_weight(*twin[:2]), atol=1e-5, rtol=1e-5)
 
