@@ -865,7 +865,9 @@ class Optimizer:
         """UserError if a weight differs between the ranks."""
         self.gather()
         for name, shard in self.shards.items():
-            first = shard.weights if shard.group.local else self.world.of_rank_0(shard.weights)
+            if shard.group.local:
+                continue
+            first = self.world.of_rank_0(shard.weights)
             if differ := int((first.view(torch.uint8) != shard.weights.view(torch.uint8)).sum()):
                 raise UserError(f"rank {self.world.rank}: {differ} bytes of the weights of group {name!r} differ from rank 0's")
 
@@ -1053,7 +1055,7 @@ class Trainer:
 
     def capture(self, step: Step, batches: list[Batch]) -> None:
         """Record what a step of this kind does as a CUDA graph: from now on it is replayed, which takes one launch."""
-        graph, inputs = torch.cuda.CUDAGraph(), [to_device(batch, self.world.device) for batch in batches]
+        graph, inputs = torch.cuda.CUDAGraph(), [to_device(batch, self.world.device, copy=True) for batch in batches]
         pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None      # they never run at once: one memory
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):     # the loader's thread pins memory
             self.program(step, inputs)
@@ -1072,8 +1074,8 @@ class Trainer:
     def warm_up(self) -> None:
         """Run every kind of step and of validation once, then put everything back as it was."""
         snapshot = self.optimizer.snapshot()
-        for step in self.schedule.kinds().values():
-            batches = self.loader.batches(step.index)
+        kinds = list(self.schedule.kinds().values())
+        for step, batches in zip(kinds, self.loader.prefetch([step.index for step in kinds])):     # as in the run: no first launch there
             self.step(step, batches)
             if self.config.capture and self.world.device.type == "cuda":
                 self.capture(step, batches)
@@ -1095,7 +1097,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> None:
     clock = Clock(trainer.world.device)
     report = Report(trainer, log, clock)
     points = set(trainer.validation_points())
-    batches = trainer.loader.prefetch(0, len(trainer.schedule))
+    batches = trainer.loader.prefetch(range(len(trainer.schedule)))
     try:
         with clock.running(trainer.world.wait_for_all):
             for step in trainer.schedule:

@@ -1,8 +1,9 @@
 """Batches: which sequences of the shards each step trains on, planned before the run, and the validation text in chunks."""
 import math
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Iterable, Iterator, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, islice
+from typing import TYPE_CHECKING, Collection, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import torch
@@ -132,8 +133,8 @@ class Loader:
             batches.append(batch)
         return batches
 
-    def prefetch(self, first: int, last: int) -> Iterator[list[Batch]]:
-        """The batches of steps first ... last - 1, made a few steps ahead by a thread that also brings them to a GPU.
+    def prefetch(self, indices: Collection[int]) -> Iterator[list[Batch]]:
+        """The batches of these steps, made a few ahead by a thread that also brings them to a GPU.
 
         What a batch lies in is written over a few steps later, behind all that was launched before the next one was asked for.
         """
@@ -143,24 +144,25 @@ class Loader:
             largest = 2 * batch // self.world.size + share * (max(self.most.values()) + 1 + self.config.padded_vocab + 4 * ALIGNED)
             rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], torch.cuda.Stream(device)
 
-        def make(index: int) -> list[Batch]:
+        def make(index: int, room: Room | None) -> list[Batch]:
             batches = self.batches(index)
-            return rooms[index % len(rooms)].bring(batches, stream) if rooms else batches
+            return room.bring(batches, stream) if room else batches
 
         def taken() -> Iterator[list[Batch]]:
+            rest, in_turn, ahead = iter(indices), cycle(rooms or [None]), deque()
             with ThreadPoolExecutor(1) as thread:
-                ahead: deque[Future] = deque()
-                for index in range(first, last + AHEAD):
-                    if index < last:
-                        ahead.append(thread.submit(make, index))
-                    if index >= first + AHEAD:
-                        batches = ahead.popleft().result()
-                        room = rooms[(index - AHEAD) % len(rooms)] if rooms else None
-                        if room:
-                            room.ready.wait()
-                        yield batches
-                        if room:
-                            room.left.record()
+                while True:
+                    wanted = islice(rest, AHEAD + 1 - len(ahead))
+                    ahead.extend((thread.submit(make, index, room), room) for index, room in zip(wanted, in_turn))
+                    if not ahead:
+                        return
+                    made, room = ahead.popleft()
+                    batches = made.result()
+                    if room:
+                        room.ready.wait()
+                    yield batches
+                    if room:
+                        room.left.record()
         return taken()
 
 
@@ -193,8 +195,9 @@ def make_batch(sequences: Iterable[Sequence], n: int, most: int, longest: int, c
     return Batch(*map(torch.from_numpy, arrays), torch.empty(0, dtype=torch.int32), longest)
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(*(x.to(device, non_blocking=True) for x in batch[:-1]), batch.max_length)
+def to_device(batch: Batch, device: torch.device, copy: bool = False) -> Batch:
+    """`copy`: also of what is there already."""
+    return Batch(*(x.to(device, non_blocking=True, copy=copy) for x in batch[:-1]), batch.max_length)
 
 
 def validation_batches(config: "Config", multiple: int = 1) -> list[Batch]:

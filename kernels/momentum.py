@@ -45,7 +45,7 @@ def capture(config: train_gpt.Config, at: list[int]) -> tuple[Matrices, list[flo
     part, matrices, losses = trainer.optimizer.part, {}, []
     orthogonalise = part[newton_schulz_reference]
     steps = [trainer.schedule.at(index) for index in range(max(at))]
-    for step, batches in zip(steps, trainer.loader.prefetch(0, max(at))):
+    for step, batches in zip(steps, trainer.loader.prefetch(range(max(at)))):
         number = step.index + 1
         part[newton_schulz_reference] = recording(orthogonalise, matrices, number, len(config.layers)) if number in at else orthogonalise
         losses.append(trainer.step(step, batches))

@@ -27,24 +27,25 @@ class Report:
 
     def __init__(self, trainer: "Trainer", log: RunLog, clock: Clock):
         self.trainer, self.log, self.clock = trainer, log, clock
-        self.pending: deque[tuple["Step", Tensor, Lap]] = deque()
+        on_gpu = trainer.world.device.type == "cuda"
+        self.losses = torch.empty(len(trainer.schedule), pin_memory=on_gpu)      # here, since to pin memory can wait for the GPU
+        self.pending: deque[tuple["Step", Lap]] = deque()
         self.step_ms: list[float] = []
         self.tokens, self.loss, self.validation_loss = 0, math.nan, math.nan
         self.peak = peak_flops(trainer.world.device)
         self.bar = tqdm(total=len(trainer.schedule), unit="step", disable=trainer.world.rank > 0, dynamic_ncols=True, mininterval=0.5)
 
     def add(self, step: "Step", loss: Tensor) -> None:
-        if loss.is_cuda:
-            loss = torch.empty((), pin_memory=True).copy_(loss, non_blocking=True)
-        self.pending.append((step, loss, self.clock.lap()))
-        while self.pending and self.pending[0][2].ready():
+        self.losses[step.index].copy_(loss, non_blocking=True)
+        self.pending.append((step, self.clock.lap()))
+        while self.pending and self.pending[0][1].ready():
             self.take()
 
     def take(self) -> None:
-        step, loss, lap = self.pending.popleft()
+        step, lap = self.pending.popleft()
         if not lap.ready():
             lap.end.synchronize()
-        self.loss, ms = loss.item(), lap.ms()
+        self.loss, ms = self.losses[step.index].item(), lap.ms()
         if not math.isfinite(self.loss):
             raise Diverged(f"step {step.index + 1}: the training loss is {self.loss}; stopped before its update. Lower "
                             "--muon_lr and --adam_lr, or try --fp8 false")

@@ -95,13 +95,13 @@ def test_order_does_not_depend_on_ranks(config, ranks):
 def test_order_does_not_depend_on_timing_or_a_restart(config):
     plan = loader(config)
     n = len(plan.schedule)
-    fast = list(plan.prefetch(0, n))
+    fast = list(plan.prefetch(range(n)))
     slow, original = [], plan.batches
     plan.batches = lambda index: (time.sleep(0.01 * (index % 3)), original(index))[1]
-    for batches in plan.prefetch(0, n):
+    for batches in plan.prefetch(range(n)):
         time.sleep(0.005)
         slow.append(batches)
-    late = list(loader(config).prefetch(3, n))                           # from the middle: a step's data is its number's
+    late = list(loader(config).prefetch(range(3, n)))                        # from the middle: a step's data is its number's
     for a, b in zip(fast[3:] + fast, late + slow, strict=True):
         assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p[:-1], q[:-1]))
 
@@ -140,7 +140,7 @@ def test_columns_hold_all_targets_and_a_sample_of_the_rest(sampled):
 def test_batches_come_to_a_gpu_unharmed(sampled):
     """Also where it lags behind the thread, which writes new ones where old ones are still to be read."""
     plan, copies = loader(sampled, device=torch.device("cuda")), []
-    for batches in plan.prefetch(0, len(plan.schedule)):
+    for batches in plan.prefetch(range(len(plan.schedule))):
         assert all(x.is_cuda and x.data_ptr() % 128 == 0 for batch in batches for x in batch[:-1] if len(x))
         torch.cuda._sleep(20_000_000)                                    # 10 ms
         copies.append([[x.clone() for x in batch[:-1]] for batch in batches])
@@ -152,7 +152,7 @@ def test_batches_come_to_a_gpu_unharmed(sampled):
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_columns_depend_on_the_seed_and_the_step_alone(sampled, ranks):
     config, alone, index = sampled, loader(sampled), 5
-    ahead = list(alone.prefetch(4, 7))[1]                                # after another step, by the thread
+    ahead = list(alone.prefetch([4, 5, 6]))[1]                                # after another step, by the thread
     shares = [batch for rank in range(ranks) for batch in loader(config, rank, ranks).batches(index)]
     other = loader(replace(config, seed=config.seed + 1)).batches(index)
     for a, b, c, d in zip(alone.batches(index), ahead, shares, other, strict=True):
@@ -188,7 +188,7 @@ def test_a_shard_change_costs_no_step(config, monkeypatch):
     plan = loader(config)
     for name in ("open_shard", "document_starts", "cut_documents"):
         monkeypatch.delattr(packing, name)
-    assert len(list(plan.prefetch(0, len(plan.schedule)))) == len(plan.schedule)
+    assert len(list(plan.prefetch(range(len(plan.schedule))))) == len(plan.schedule)
     assert len({shard for step in plan.plan for spans in step for shard, _, _, _ in spans}) > 1
 
 
@@ -196,7 +196,7 @@ def test_an_error_in_the_thread_reaches_the_step(config):
     plan = loader(config)
     plan.batches = lambda index: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        next(plan.prefetch(0, 3))
+        next(plan.prefetch(range(3)))
 
 
 def test_validation_scores_every_token_once(config):
@@ -255,7 +255,7 @@ def test_a_million_documents_in_bounded_memory(tmp_path, config):
     tracemalloc.start()
     begin = time.time()
     plan = loader(replace(config, data_path=str(tmp_path), keep_tails=False))
-    list(plan.prefetch(0, len(plan.schedule)))
+    list(plan.prefetch(range(len(plan.schedule))))
     peak, seconds = tracemalloc.get_traced_memory()[1], time.time() - begin
     tracemalloc.stop()
     assert len(plan.text.open(0)[1]) == 1_000_000 and peak < 100e6 and seconds < 20
