@@ -13,7 +13,7 @@ from kernels.backend import check, tl, triton
 
 # (tile, depth, warps, stages), from kernels.bench --sweep. The first is used: with three stages and 128 registers a thread two
 # programs share a multiprocessor. The second is where a row's elements are not contiguous (XᵀX), the third where there are fewer than FEW
-# of the first's tiles, which would leave half of an H200's 132 multiprocessors idle.
+# of the first's tiles, or twice as many with short sums: they would leave many of an H200's 132 multiprocessors idle.
 CONFIGS = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 4, 4)]
 FEW = 64
 
@@ -63,7 +63,10 @@ def symmetric_kernel(x_ptr, y_ptr, out_ptr, sums_ptr, column_scale_ptr, m, k, x_
     depth = tl.arange(0, DEPTH)
 
     x_ptr += batch * x_batch
-    y_ptr += batch * x_batch
+    if y_ptr is None:  # a second pointer to the same costs registers, and 10% of the time
+        y_ptr = x_ptr
+    else:
+        y_ptr += batch * x_batch
     left = x_ptr + (rows % m)[:, None] * x_row + depth[None, :] * x_column  # past the end: any row, not stored
     right = y_ptr + (columns % m)[None, :] * x_row + depth[:, None] * x_column
     product = tl.zeros((TILE, TILE), tl.float32)
@@ -109,10 +112,11 @@ def _triangle(x: Tensor, tile: int) -> int:
 
 
 def _config(x: Tensor) -> tuple[int, int, int, int]:
-    return CONFIGS[2 if _triangle(x, CONFIGS[0][0]) < FEW else 0 if x.stride(2) == 1 else 1]
+    few = FEW if x.shape[2] > x.shape[1] else 2 * FEW
+    return CONFIGS[2 if _triangle(x, CONFIGS[0][0]) < few else 0 if x.stride(2) == 1 else 1]
 
 
-def _launch(x: Tensor, y: Tensor, coefficients: tuple[float, ...] | None, sums: Tensor | None, scale: Tensor | None,
+def _launch(x: Tensor, y: Tensor | None, coefficients: tuple[float, ...] | None, sums: Tensor | None, scale: Tensor | None,
             dtype: torch.dtype | None, tuned: tuple[int, int, int, int] | None) -> Tensor:
     batch, m, k = x.shape
     tile, depth, warps, stages = tuned or _config(x)
@@ -146,7 +150,7 @@ def gram(
 ) -> Tensor:
     """A = X Xᵀ, (batch, m, m) in `dtype`, x's if None, accumulated in float32."""
     _check(x)
-    return _launch(x, x, None, None, None, dtype, tuned)
+    return _launch(x, None, None, None, None, dtype, tuned)
 
 
 def gram_with_row_sums(
@@ -156,7 +160,7 @@ def gram_with_row_sums(
     _check(x)
     tuned = tuned or _config(x)
     sums = torch.empty(len(x), triton.cdiv(x.shape[1], tuned[0]), x.shape[1], dtype=torch.float32, device=x.device)
-    return _launch(x, x, None, sums, None, dtype, tuned), sums
+    return _launch(x, None, None, sums, None, dtype, tuned), sums
 
 
 def polynomial(
@@ -168,7 +172,7 @@ def polynomial(
 ) -> Tensor:
     """aI + bA + cAA for symmetric A, in `dtype`; with `column_scale` s, (aI + bA + cAA)·diag(s), no longer symmetric."""
     _check_square(a_matrix, column_scale)
-    return _launch(a_matrix, a_matrix, (a, b, c, 0.0), None, column_scale, dtype, tuned)
+    return _launch(a_matrix, None, (a, b, c, 0.0), None, column_scale, dtype, tuned)
 
 
 def product(
