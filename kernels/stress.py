@@ -88,10 +88,9 @@ def stress_all(matrices: dict[str, Tensor], calls: int) -> int:
 
 def products() -> Iterator[tuple[str, Callable]]:
     for shape in ((3, 130, 70), (3, 65, 129), (1, 1, 9)):
-        x, square = random(*shape), random(2, shape[1], shape[1])
+        x, square, scale = random(*shape), random(2, shape[1], shape[1]), torch.rand(2, shape[1], device=DEVICE)
         yield f"gram {shape}", lambda x=x: symmetric.gram(x)
         yield f"gram of the transpose {shape}", lambda x=x: symmetric.gram_with_row_sums(x.mT)
-        scale = torch.rand(2, shape[1], device=DEVICE)
         yield f"polynomial {shape}", lambda a=symmetric.gram(square), s=scale: symmetric.polynomial(a, 3.5, -2.5, 0.5, s)
         yield f"product {shape}", lambda a=symmetric.gram(square), s=scale: symmetric.product(a, a, 3.5, -2.5, 0.5, s)
         for name, (triples, normalisation) in METHODS.items():
