@@ -35,6 +35,7 @@ from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
 from kernels.backend import gradient
 from kernels.coefficients import lower_end, polar_express
+from kernels.collectives import Collectives, PeerCopies, Work, can_copy, wait
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_beside
 from kernels.fp8_linear import has_fp8
 from kernels.fp8_qkv import QKVWeight, fp8_qkv_heads, qkv_weight
@@ -184,6 +185,7 @@ class Config:
     compile: bool = True                # torch.compile of the blocks, on GPUs
     capture: bool = True                # each kind of step as one CUDA graph
     overlap: bool = True                # collectives under computation; false: all before it and all behind it
+    peer_copies: bool = True            # collectives by copy engines between GPUs that see each other's memory; false: by NCCL
     check_ranks: bool = False           # after every step compare the ranks' weights, bit for bit; slow, for finding faults
     write_log: bool = True              # write a run folder under `records/runs`
     save: str = ""                      # file for the trained weights, by name and unsharded
@@ -295,10 +297,6 @@ def check_config(config: Config) -> None:
 
 # ========== Ranks ====================================================================================================
 
-REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor      # renamed in torch 2.13
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 class World:
     """The ranks of this run and what they say to each other. One rank says nothing."""
 
@@ -315,27 +313,16 @@ class World:
         if self.size > 1:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
                                     device_id=self.device if self.device.type == "cuda" else None)
+        self.collectives = Collectives(self.size)
 
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> dist.Work | None:
-        """Start: shard (n, ...) = this rank's part of the sum over ranks of whole (size * n, ...)."""
-        return REDUCE_SCATTER(shard, whole, async_op=True) if self.size > 1 else None
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> dist.Work | None:
-        """Start: whole (size * n, ...) = every rank's shard (n, ...), in rank order."""
-        return ALL_GATHER(whole, shard, async_op=True) if self.size > 1 else None
-
-    def all_reduce(self, x: Tensor) -> dist.Work | None:
-        """Start: x becomes its sum over ranks."""
-        return dist.all_reduce(x, async_op=True) if self.size > 1 else None
-
-    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work | None:
-        """Start: part r of sent (size * n, ...) goes to rank r; received holds what came from each, in rank order."""
-        return dist.all_to_all_single(received, sent, async_op=True) if self.size > 1 else None
+    def choose_collectives(self, copies: bool) -> None:
+        """By the copy engines, if wanted and possible. What their `zeros` made lives as long as they."""
+        self.collectives = PeerCopies(dist.group.WORLD) if copies and can_copy(self.device, self.size) else Collectives(self.size)
 
     def of_all_ranks(self, x: Tensor) -> Tensor:
         """Every rank's x (n, ...) in rank order, (size * n, ...)."""
         whole = x.new_empty(self.size * len(x), *x.shape[1:]) if self.size > 1 else x
-        wait(self.all_gather(whole, x))
+        wait(Collectives(self.size).all_gather(whole, x))
         return whole
 
     def of_rank_0(self, x: Tensor) -> Tensor:
@@ -354,12 +341,6 @@ class World:
             dist.destroy_process_group()
 
 
-def wait(work: dist.Work | None) -> None:
-    """On a GPU only its current stream waits."""
-    if work is not None:
-        work.wait()
-
-
 class ColumnExchange:
     """For a table of which every rank holds some columns: parts of rows to whole rows, and their gradients back.
 
@@ -372,7 +353,7 @@ class ColumnExchange:
 
     def start(self, parts: Tensor) -> Tensor:
         arriving = torch.empty_like(parts)
-        self.under_way = self.world.all_to_all(arriving, parts), parts   # which must live until then
+        self.under_way = self.world.collectives.all_to_all(arriving, parts), parts     # which must live until then
         return arriving
 
     def finish(self) -> None:
@@ -734,7 +715,8 @@ class Shard:
         unit = group.params[0].shape if muon else torch.Size()
         rounds = group.rounds(ranks)
         self.weights = torch.zeros(sum(length for _, length in rounds), *unit, device=device, dtype=dtype)
-        self.grads = torch.zeros_like(self.weights) if grads is None else grads
+        zeros = world.collectives.zeros if ranks > 1 else torch.zeros
+        self.grads = zeros(*self.weights.shape, dtype=dtype, device=device) if grads is None else grads
         self.rounds, first, layers = [], 0, iter(group.layers)
         for params, length in rounds:
             for i, p in enumerate(params):
@@ -747,7 +729,9 @@ class Shard:
 
         self.weight, self.grad = self.weights, self.grads                # this rank's part of them
         if ranks > 1:
-            self.weight = torch.cat([self.weights[whole].chunk(ranks)[world.rank] for _, whole, _ in self.rounds])
+            self.weight = zeros(first // ranks, *unit, dtype=dtype, device=device)
+            for _, whole, own in self.rounds:
+                self.weight[own] = self.weights[whole].chunk(ranks)[world.rank]
             self.grad = torch.zeros_like(self.weight)
         self.lost_bits = torch.zeros_like(self.weight, dtype=torch.int16) if dtype == torch.bfloat16 else None
         self.second = torch.zeros_like(self.weight[..., :1] if muon else self.weight, dtype=torch.float32)
@@ -821,9 +805,9 @@ class Optimizer:
         self.lr, self.momentum_beta = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
         self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on
         self.due: deque[tuple[int, Shard, Round]] = deque()              # sums to start, the last layer's first
-        self.sums: dict[str, list[dist.Work | None]] = {}                # under way, by group
+        self.sums: dict[str, list[Work]] = {}                            # under way, by group
         self.to_gather: deque[tuple[int, Shard, Round]] = deque()        # gathers to start, the first layer's first
-        self.gathers: deque[tuple[int, dist.Work | None]] = deque()      # under way, in the order of use
+        self.gathers: deque[tuple[int, Work]] = deque()                  # under way, in the order of use
 
     def active(self, tied: bool, adam: bool) -> list[Shard]:
         """What a step updates, with or without Adam's groups."""
@@ -850,7 +834,7 @@ class Optimizer:
         """
         while self.to_gather and self.to_gather[0][0] <= layer + 2:
             first_use, shard, round = self.to_gather.popleft()
-            self.gathers.append((first_use, self.world.all_gather(shard.weights[round.whole], shard.weight[round.own])))
+            self.gathers.append((first_use, self.world.collectives.all_gather(shard.weights[round.whole], shard.weight[round.own])))
         while self.gathers and self.gathers[0][0] <= layer:
             wait(self.gathers.popleft()[1])
 
@@ -877,13 +861,13 @@ class Optimizer:
         while self.due and self.due[0][0] >= layer:
             _, shard, round = self.due.popleft()
             works = self.sums.pop(shard.group.name, [])                  # to the end: a group comes where its last round does
-            self.sums[shard.group.name] = [*works, self.world.reduce_scatter(shard.grad[round.own], shard.grads[round.whole])]
+            self.sums[shard.group.name] = [*works, self.world.collectives.reduce_scatter(shard.grad[round.own], shard.grads[round.whole])]
 
     @torch.no_grad()
     def step(self, step: "Step", loss: Tensor) -> None:
         """Update from the accumulated gradients, unless `loss` (0-dim, the same on all ranks) is not finite."""
         if step.update_adam:
-            work = self.world.all_reduce(self.replicated_grads)
+            work = self.world.collectives.all_reduce(self.replicated_grads)
             self.sums |= {name: [work] for name, shard in self.shards.items() if shard.group.replicated}
             self.sums = {name: [] for name, shard in self.shards.items() if shard.group.local} | self.sums     # first: none to wait for
         self.gradients_complete(-1)
@@ -1001,6 +985,7 @@ class Trainer:
             raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step and the width, "
                             f"{config.width}; use {', '.join(divisors)} ranks or another --micro_batches")
         self.config, self.world = config, world
+        world.choose_collectives(config.peer_copies)
         self.schedule = Schedule(config)
         if config.preset == "cpu" and config.data_path == PRESETS["cpu"].data_path and world.rank == 0:
             embedded.build()
@@ -1047,7 +1032,7 @@ class Trainer:
             loss, next_token = self.model(batch, step, reached, in_fp8)
             total += next_token.detach()
             if last:
-                summed = self.world.all_reduce(total)
+                summed = self.world.collectives.all_reduce(total)
             loss.backward()
         wait(summed)
         self.loss.copy_(total / step.batch_tokens)
@@ -1068,7 +1053,7 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for batch in self.validation[self.world.rank::self.world.size]:
             total += self.model(to_device(batch, self.world.device), step)[1]
-        wait(self.world.all_reduce(total))
+        wait(self.world.collectives.all_reduce(total))
         return total.item() / self.config.val_tokens
 
     def warm_up(self) -> None:

@@ -21,13 +21,13 @@ from data.shards import ShardError
 
 # The family of a kernel is the first whose pattern its name has.
 FAMILIES = {
-    "communication": r"nccl",
+    "communication": r"nccl|barrier_kernel|PtoP",
     "attention": r"flash|attention|attn|fmha",
     "orthogonalisation": r"symmetric_kernel|rescale_kernel",
     "loss": r"(loss|gradient)_kernel|log_softmax|nll_loss",
     "matmul": r"gemm|gemv|nvjet|cutlass|matmul|_mm_|product_kernel|splitk",
     "embedding": r"add_(blocks|crossing)|embedding|gather|scatter|index|sort|radix",
-    "optimizer": r"lerp",
+    "optimizer": r"lerp|row_adam",
     "elementwise": r"triton_|elementwise|reduce|heads_(backward_)?kernel|value_mix|residual|shared_rows|smear|row_norms|_scales_|"
                    r"scaled_kernel",
     "copies": r"^mem(cpy|set)|copy|transpose|quantize|fill",

@@ -148,7 +148,8 @@ def test_shards_cover_every_matrix_once(config, ranks, matrices):
         return [shard.weight[own] for _, _, own in shard.rounds]
 
     whole = torch.cat(updated(SimpleNamespace(rank=0, size=1)))
-    parts = zip(*(updated(SimpleNamespace(rank=rank, size=ranks)) for rank in range(ranks)))
+    speaking = train_gpt.Collectives(ranks)
+    parts = zip(*(updated(SimpleNamespace(rank=rank, size=ranks, collectives=speaking)) for rank in range(ranks)))
     gathered = torch.cat([part for round in parts for part in round])
     torch.testing.assert_close(gathered[:matrices], whole, atol=1e-5, rtol=1e-5)
     assert not gathered[matrices:].any()
@@ -364,7 +365,7 @@ def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, setti
     step, given, layers = trainer.schedule.at(index), {}, []
     start = trainer.optimizer.gradients_complete
     monkeypatch.setattr(trainer.optimizer, "gradients_complete", lambda layer: layers.append(layer) or start(layer))
-    monkeypatch.setattr(train_gpt.World, "reduce_scatter", lambda self, shard, whole:
+    monkeypatch.setattr(train_gpt.Collectives, "reduce_scatter", lambda self, shard, whole:
                         given.update({whole.data_ptr(): (whole, whole.clone(), layers[-1])}))
     checked = []
 

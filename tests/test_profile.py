@@ -16,6 +16,7 @@ def test_families_of_kernels():
     assert family("gradient_kernel") == "loss" and family("add_blocks_kernel") == "embedding"
     assert {family(name) for name in ("heads_kernel", "heads_backward_kernel", "value_mix_kernel", "value_mix_backward_kernel")} == {"elementwise"}
     assert family("triton_red_fused__to_copy_clamp_lerp_linalg_vector_norm_mean_mul_pow_rsqrt_3") == "optimizer"
+    assert family("row_adam_kernel") == "optimizer" and family("Memcpy PtoP (Device -> Device)") == "communication"
     assert family("Memcpy HtoD (Pinned -> Device)") == family("quantize_weights_kernel") == "copies"
     assert family("something new") == "other"
 

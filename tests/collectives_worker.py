@@ -1,0 +1,54 @@
+"""Started by torchrun: copies against NCCL's collectives, eagerly and in a CUDA graph that is replayed on other numbers."""
+import os
+
+import torch
+import torch.distributed as dist
+
+from kernels.collectives import Collectives, PeerCopies, can_copy, wait
+
+OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+
+
+def apart(mine: torch.Tensor, other: torch.Tensor, exact: bool) -> bool:
+    return not (torch.equal(mine, other) if exact else torch.allclose(mine, other, rtol=2e-2, atol=5e-2))
+
+
+def main() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    assert can_copy(device, size)
+    copies, nccl = PeerCopies(dist.group.WORLD), Collectives(size)
+    torch.manual_seed(rank)
+    for n in (8, 24_576, 1_179_648):
+        for make in (copies.zeros, torch.zeros):                         # what others can read, and what they cannot
+            source = make(size * n, dtype=torch.bfloat16, device=device)
+            mine, theirs = ({"all_gather": source.new_zeros(size * len(source)), "all_to_all": torch.zeros_like(source),
+                             "reduce_scatter": source.new_zeros(n), "all_reduce": torch.zeros_like(source)} for _ in range(2))
+
+            def run(wire: Collectives, out: dict[str, torch.Tensor]) -> None:
+                out["all_reduce"].copy_(source)
+                started = [wire.all_gather(out["all_gather"], source), wire.all_to_all(out["all_to_all"], source),
+                           wire.reduce_scatter(out["reduce_scatter"], source), wire.all_reduce(out["all_reduce"])]
+                for work in started:
+                    wait(work)
+
+            run(copies, mine)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                run(copies, mine)
+            for again in range(4):
+                source.normal_()
+                graph.replay() if again else run(copies, mine)
+                run(nccl, theirs)
+                torch.cuda.synchronize()
+                for name in OPERATIONS:
+                    if apart(mine[name], theirs[name], exact=name in OPERATIONS[:2]):
+                        raise SystemExit(f"rank {rank}, {name} of {n}, {make.__module__}, again {again}: not NCCL's")
+    print("agrees", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

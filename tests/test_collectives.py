@@ -1,0 +1,121 @@
+"""Collectives as copies: their arithmetic on threads that stand for ranks, and on GPUs against NCCL's."""
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import _symmetric_memory
+
+from kernels import collectives
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Group:
+    """One rank's view of a group of threads."""
+
+    def __init__(self, rank: int, size: int, shared: SimpleNamespace):
+        self.rank, self.size, self.shared = lambda: rank, lambda: size, shared
+
+
+class Memory:
+    """What a rendezvous returns."""
+
+    def __init__(self, everyones: list[torch.Tensor], barrier: threading.Barrier):
+        self.everyones, self.barrier = everyones, lambda: barrier.wait(timeout=30)
+
+    def get_buffer(self, rank: int, shape: tuple, dtype: torch.dtype, first: int) -> torch.Tensor:
+        whole = self.everyones[rank].view(-1)
+        assert whole.dtype == dtype
+        return whole[first:first + torch.Size(shape).numel()].view(shape)
+
+
+def rendezvous(x: torch.Tensor, group: Group) -> Memory:
+    shared = group.shared
+    shared.given[group.rank()] = x
+    shared.barrier.wait(timeout=30)
+    everyones = [shared.given[rank] for rank in range(group.size())]
+    shared.barrier.wait(timeout=30)
+    return Memory(everyones, shared.barrier)
+
+
+@pytest.fixture
+def on_threads(monkeypatch):
+    """Runs a function of a rank's collectives on so many ranks at once; returns what each returned."""
+    stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: None, wait_event=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(_symmetric_memory, "empty", torch.empty)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+
+    def run(size: int, work) -> list:
+        shared = SimpleNamespace(given={}, barrier=threading.Barrier(size))
+        with ThreadPoolExecutor(size) as threads:
+            found = [threads.submit(work, rank, collectives.PeerCopies(Group(rank, size, shared))) for rank in range(size)]
+            return [x.result() for x in found]
+    return run
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("readable", [True, False])
+def test_copies_do_what_the_collectives_say(on_threads, size, readable):
+    """Of what others can read and of what must be copied to where they can; slices of it; again into the same places."""
+    torch.manual_seed(size)
+    n, rounds = 3, 3
+    sources = torch.randn(rounds, size, 2, size * n, 5).bfloat16()
+    scalars = torch.randn(rounds, size)
+
+    def work(rank: int, wire: collectives.PeerCopies) -> list:
+        device, found = torch.device("cpu"), []
+        make = wire.zeros if readable else torch.zeros
+        whole = make(2, size * n, 5, dtype=torch.bfloat16, device=device)
+        for i in range(rounds):
+            whole.copy_(sources[i, rank])
+            gathered, received = torch.zeros(size * size * n, 5).bfloat16(), torch.zeros(size * n, 5).bfloat16()
+            summed, scalar = torch.zeros(n, 5).bfloat16(), scalars[i, rank].clone()
+            for started in (wire.all_gather(gathered, whole[1]), wire.all_to_all(received, whole[1]), wire.reduce_scatter(summed, whole[1]),
+                            wire.all_reduce(scalar)):
+                collectives.wait(started)
+            whole.fill_(torch.nan)                                       # all have been read
+            found.append((gathered, received, summed, scalar))
+        return found
+
+    for rank, found in enumerate(on_threads(size, work)):
+        for i, (gathered, received, summed, scalar) in enumerate(found):
+            given = sources[i, :, 1].unflatten(1, (size, n))            # from, to, n, 5
+            assert torch.equal(gathered, given.flatten(0, 2)) and torch.equal(received, given[:, rank].flatten(0, 1))
+            assert torch.equal(summed, given[:, rank].float().sum(0).bfloat16()) and scalar == scalars[i].sum()
+
+
+def test_what_the_others_cannot_read_takes_one_buffer_a_length(on_threads):
+    def work(rank: int, wire: collectives.PeerCopies) -> int:
+        for n in (4, 8, 4, 8, 4):
+            wire.all_reduce(torch.ones(n))
+        wire.all_reduce(torch.ones(8, dtype=torch.float64))
+        return len(wire.memories)
+    assert on_threads(2, work) == [3, 3]
+
+
+def test_one_rank_starts_nothing():
+    alone, x = collectives.Collectives(1), torch.ones(4)
+    assert alone.all_reduce(x) is alone.all_gather(x, x) is alone.reduce_scatter(x, x) is alone.all_to_all(x, x) is None
+    collectives.wait(None)
+    assert not collectives.can_copy(torch.device("cpu"), 1) and not collectives.can_copy(torch.device("cpu"), 2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_copies_agree_with_nccl():
+    """Eagerly and in CUDA graphs: gathers and exchanges bit for bit, sums as nearly as bfloat16 can say."""
+    ranks = 4 if torch.cuda.device_count() >= 4 else 2
+    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+                             ROOT / "tests" / "collectives_worker.py"], capture_output=True, text=True, timeout=200,
+                            env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"})
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    assert result.stdout.count("agrees") == ranks
