@@ -341,6 +341,22 @@ class World:
             dist.destroy_process_group()
 
 
+def in_words(x: Tensor) -> Tensor:
+    """x (n, c) as numbers of 16 bytes, where rows are of whole ones: the copies below are of words, of few and large ones if they can."""
+    return x.view(torch.complex128) if x.shape[1] * x.element_size() % 16 == 0 else x
+
+
+def whole_rows(parts: Tensor, ranks: int) -> Tensor:
+    """Rows (n, ranks c) of their parts (ranks n, c), rank by rank."""
+    return in_words(parts).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1).contiguous().view(parts.dtype)
+
+
+def parts_of_rows(rows: Tensor, ranks: int) -> Tensor:
+    """The reverse."""
+    parts = rows.unflatten(1, (ranks, -1)).flatten(0, 1)                 # (n ranks, c), where it lies
+    return in_words(parts).unflatten(0, (-1, ranks)).transpose(0, 1).flatten(0, 1).contiguous().view(rows.dtype)
+
+
 class ColumnExchange:
     """For a table of which every rank holds some columns: parts of rows to whole rows, and their gradients back.
 
@@ -348,8 +364,8 @@ class ColumnExchange:
     In two halves, `send` and `receive`, so that the wire is busy while what stands between them computes; backward likewise.
     """
 
-    def __init__(self, world: World, run: dict[Callable, Callable]):
-        self.world, self.run, self.sent, self.under_way = world, run, None, ()
+    def __init__(self, world: World):
+        self.world, self.sent, self.under_way = world, None, ()
 
     def start(self, parts: Tensor) -> Tensor:
         arriving = torch.empty_like(parts)
@@ -385,26 +401,16 @@ class ReceiveColumns(torch.autograd.Function):
     def forward(ctx, arriving: Tensor, exchange: ColumnExchange) -> Tensor:
         ctx.exchange = exchange
         exchange.finish()
-        return exchange.run[whole_rows](arriving, exchange.world.size)
+        return whole_rows(arriving, exchange.world.size)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.start(ctx.exchange.run[parts_of_rows](grad, ctx.exchange.world.size)), None
+        return ctx.exchange.start(parts_of_rows(grad, ctx.exchange.world.size)), None
 
 
 # ========== Model ====================================================================================================
 
 # ---- The parts that torch.compile fuses: pure functions of tensors, one for each kind of work ------------------------
-
-def whole_rows(parts: Tensor, ranks: int) -> Tensor:
-    """Rows (n, ranks c) of their parts (ranks n, c), rank by rank."""
-    return parts.view(ranks, len(parts) // ranks, -1).transpose(0, 1).flatten(1)
-
-
-def parts_of_rows(rows: Tensor, ranks: int) -> Tensor:
-    """The reverse."""
-    return rows.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
-
 
 def ngram_index(tokens: Tensor, is_start: Tensor, length: int, count: int) -> Tensor:
     """Which of `count` rows belongs to the `length` tokens, 2 or 3, that end with each (n,). Before a sequence is 0; tokens count from 1."""
@@ -483,7 +489,7 @@ class GPT(nn.Module):
         self.smear_gate = small(config.gate_channels) if config.smear else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, whole_rows, parts_of_rows, smear_twin, ngram_index, embedding_twin, share_twin, norm_fork_twin,
+        self.part = compiled(config, device, smear_twin, ngram_index, embedding_twin, share_twin, norm_fork_twin,
                              qkv_heads_twin, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
         self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
@@ -584,7 +590,7 @@ class GPT(nn.Module):
         indices = {name: self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, length, len(hashed)))
                    for name, (length, hashed) in self.hashed().items()}  # each rank looks its columns up for the tokens of all
         reached(-2, None)
-        exchanges = {name: ColumnExchange(self.world, run) for name in indices}
+        exchanges = {name: ColumnExchange(self.world) for name in indices}
         for name, index in indices.items():
             exchanges[name].send(run[embedding_twin](self.hashed()[name][1], sort(index)))
         reached(-1, None)
