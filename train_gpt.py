@@ -33,7 +33,7 @@ from data.loader import Batch, Loader, to_device, validation_batches
 from data.shards import ShardError
 from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
-from kernels.backend import gradient
+from kernels.backend import beside, gradient
 from kernels.coefficients import lower_end, polar_express
 from kernels.collectives import Collectives, PeerCopies, Work, can_copy, wait
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_beside
@@ -790,10 +790,11 @@ class Optimizer:
 
     The collectives run on a stream of their own, under the computation of other layers. One step, time from left to right:
 
-        computes  look up n-grams, embed, layer 0 … head | head, layer 7, … layer 1, layer 0, embed | update n-grams, MLPs … last table
+        computes  look up n-grams, embed, layer 0 … head | head, layer 7, … layer 1, layer 0, embed | update n-grams | MLPs | … | last table
         wire      gather embed, 0, n-grams, 1, … head    | loss, head, sum of 7 … 1,  n-grams, 0, scalars, embed … last table
 
     N-grams are rows of tables of which every rank holds and updates its own columns (`ColumnExchange`), so nobody sums or gathers them.
+    The updates run beside each other, each as soon as its sums are there.
     Gathered is what the step before this one updated, just before the layer that needs it (`weights_needed`, first micro-batch);
     a layer's gradients are summed as soon as they are complete (`gradients_complete`, last micro-batch). So a rank's weights
     are whole only from `gather` or the end of a forward pass on, until the next update.
@@ -807,6 +808,8 @@ class Optimizer:
         self.replicated_grads = torch.zeros(sum(sizes), device=world.device)     # of all such groups: one collective takes them
         self.shards = {group.name: Shard(group, config, world, grads if group.replicated else None)
                        for group, grads in zip(groups, self.replicated_grads.split(sizes))}
+        apart = config.overlap and world.device.type == "cuda"
+        self.streams = {name: torch.cuda.Stream() for name in self.shards if apart}     # on which each group is updated
         self.tied = True                                                 # until `untie`
         self.lr, self.momentum_beta = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
         self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on
@@ -879,9 +882,12 @@ class Optimizer:
         self.gradients_complete(-1)
         self.healthy &= loss.isfinite()
         for name, works in self.sums.items():                            # in the order in which they arrive
-            for work in works:
-                wait(work)
-            self.shards[name].update(self.part, self.healthy, self.lr, self.momentum_beta)
+            with beside(self.streams.get(name)):                         # and beside each other: none fills the GPU, or the memory's bus
+                for work in works:
+                    wait(work)
+                self.shards[name].update(self.part, self.healthy, self.lr, self.momentum_beta)
+        for name in self.sums.keys() & self.streams.keys():
+            torch.cuda.current_stream().wait_stream(self.streams[name])
         self.sums = {}
 
     @torch.no_grad()

@@ -1,5 +1,7 @@
-"""Triton, or a stand-in where it is not installed, so that the plain twins can be imported everywhere."""
+"""Triton, or a stand-in where it is not installed, so that the plain twins can be imported everywhere; and what several files need."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -27,3 +29,14 @@ def gradient(leaf: torch.Tensor) -> torch.Tensor:
     if leaf.grad is None:
         leaf.grad = torch.zeros_like(leaf)
     return leaf.grad
+
+
+@contextmanager
+def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """What is launched inside runs on that stream, behind all that the current one was given before; None: on the current one."""
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield

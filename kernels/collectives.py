@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.backend import beside
+
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor      # renamed in torch 2.13
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -103,8 +105,7 @@ class PeerCopies(Collectives):
 
     @torch.no_grad()
     def run(self, work: Callable[[], None]) -> Work:
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
+        with beside(self.stream):
             work()
             return Copies(self.stream.record_event())
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import check, gradient, tl, triton
+from kernels.backend import beside, check, gradient, tl, triton
 
 # (positions a block, columns, blocks that the second launch reads at a time, warps); the first is used: chosen for
 # whole lines of 128 bytes and for about 100 registers a thread on sm_90, so that four programs share a multiprocessor.
@@ -33,7 +33,7 @@ class Sorted(NamedTuple):
 
 
 @cache
-def beside(device: torch.device) -> torch.cuda.Stream:
+def sorting(device: torch.device) -> torch.cuda.Stream:
     """The stream on which sorts run."""
     return torch.cuda.Stream(device)
 
@@ -50,9 +50,8 @@ def sort_beside(index: Tensor) -> Sorted:
     """
     if not index.is_cuda:
         return sort_rows(index)
-    stream, ready = beside(index.device), torch.cuda.Event()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    ready = torch.cuda.Event()
+    with beside(sorting(index.device)):
         order = sort_rows(index)
         ready.record()
     return order._replace(ready=ready)
