@@ -164,6 +164,11 @@ def embedding_cases(width: int = 768) -> Iterator[Case]:
         for rows in (50304, 377280):
             yield Case("embedding's gradient, with the sort", f"{tokens} of {rows} × {width}", partial(inputs, rows, tokens),
                        kernel, dense, 0.0, 6.0 * tokens * width, configs=embedding.CONFIGS)
+    for tokens, rows, width in ((65536, 33554432, 32), (196608, 33554432, 32), (65536, 1572864, 192), (196608, 1572864, 192)):
+        yield Case("rows of a narrow table", f"{tokens} of {rows} × {width}",
+                   lambda n=tokens, rows=rows, width=width: (random(rows, width), torch.randint(rows, (n,), device="cuda")),
+                   embedding.take_rows, lambda table, index: torch.nn.functional.embedding(index, table), 0.0, 4.0 * tokens * width,
+                   configs=embedding.TAKE_CONFIGS)
 
 
 def row_adam_cases() -> Iterator[Case]:

@@ -9,6 +9,9 @@ gradient 203 µs; of 377,280 rows 125 and 869 µs (README.md). A first kernel wa
 Two launches. The first cuts the sorted positions into blocks and sums all runs of a block at once, as the product of the matrix
 of which positions share a row with the block's gradients. A run that lies in one block is then done. One that crosses blocks
 leaves a sum in each, as the block's head (it came in) or tail (it starts there and goes on), for the second launch to add up.
+
+Narrow rows are looked up by `take_rows`: PyTorch starts a block of threads for each, of which 32 fit on a multiprocessor however
+few numbers they move. For 262,144 rows of 64 or 384 bytes it takes 160 µs, as many as for 100 MB.
 """
 from functools import cache
 from typing import NamedTuple
@@ -22,6 +25,9 @@ from kernels.backend import beside, check, gradient, tl, triton
 # (positions a block, columns, blocks that the second launch reads at a time, warps); the first is used: chosen for
 # whole lines of 128 bytes and for about 100 registers a thread on sm_90, so that four programs share a multiprocessor.
 CONFIGS = [(64, 64, 32, 4), (32, 128, 32, 4), (64, 128, 32, 8), (64, 128, 32, 4), (32, 64, 32, 4)]
+# (positions, columns, warps) of `take_rows`: the first is used, for up to 32 columns the second.
+TAKE_CONFIGS = [(64, 64, 4), (128, 32, 4), (32, 64, 2), (128, 64, 8), (32, 128, 4), (64, 32, 2)]
+NARROW = 256        # columns; of wider rows PyTorch's blocks have enough to do
 
 
 class Sorted(NamedTuple):
@@ -69,6 +75,34 @@ def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tenso
     wide = torch.promote_types(out.dtype, torch.float32)
     sums = torch.zeros_like(out, dtype=wide).index_add_(0, rows.long(), grad[positions].to(wide))
     return out.copy_(out.to(wide) + sums)
+
+
+@triton.jit
+def take_rows_kernel(out_ptr, table_ptr, index_ptr, n, width, table_row, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
+    column_tiles = tl.cdiv(width, COLUMNS)
+    i = tl.program_id(0) // column_tiles * POSITIONS + tl.arange(0, POSITIONS)
+    column = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = tl.load(index_ptr + i, mask=i < n, other=0).to(tl.int64)
+    inside = (i < n)[:, None] & (column < width)
+    taken = tl.load(table_ptr + row[:, None] * table_row + column, mask=inside)
+    tl.store(out_ptr + i.to(tl.int64)[:, None] * width + column, taken, mask=inside)
+
+
+def take_rows(
+    table: Tensor,  # (rows, width) with contiguous rows
+    index: Tensor,  # (n,) int32 or int64, contiguous; not checked to be rows of the table
+    tuned: tuple[int, int, int] | None = None,
+) -> Tensor:
+    """table[index], (n, width)."""
+    check(table.ndim == 2 and table.stride(1) == 1, "table", table, "a matrix with contiguous rows")
+    check(index.ndim == 1 and index.is_contiguous() and not index.is_floating_point(), "index", index, "(n,) integers, contiguous")
+    (n,), width = index.shape, table.shape[1]
+    out = torch.empty(n, width, dtype=table.dtype, device=table.device)
+    if out.numel():
+        positions, columns, warps = tuned or TAKE_CONFIGS[1 if width <= 32 else 0]
+        take_rows_kernel[triton.cdiv(n, positions) * triton.cdiv(width, columns),](
+            out, table, index, n, width, table.stride(0), POSITIONS=positions, COLUMNS=columns, num_warps=warps)
+    return out
 
 
 @triton.jit
@@ -160,7 +194,7 @@ class Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, table: Tensor, order: Sorted) -> Tensor:
         ctx.table, ctx.order = table, order                              # the index as well: the sort may still be reading it
-        return embedding_twin(table, order)
+        return take_rows(table, order.index) if table.shape[1] <= NARROW else embedding_twin(table, order)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, ...]:

@@ -14,7 +14,7 @@ from kernels import bench, coefficients, momentum, polar_error, stress
 from kernels.adam import adam_update
 from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
-from kernels.embedding import add_rows, add_rows_reference, embedding, embedding_twin, sort_rows
+from kernels.embedding import TAKE_CONFIGS, add_rows, add_rows_reference, embedding, embedding_twin, sort_rows, take_rows
 from kernels.fp8_linear import quantise
 from kernels.fp8_qkv import GRADIENT_SCALE, fp8_qkv_heads, fp8_qkv_heads_twin, heads_backward_twin
 from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
@@ -654,6 +654,20 @@ def test_embedding_adds_only_to_the_rows_it_read(n, count, width):
     assert torch.equal(results[1], results[2])
     untouched = torch.ones(count, dtype=torch.bool, device=DEVICE).index_fill_(0, index.long(), False)
     assert torch.equal(results[1][untouched], old[untouched])
+
+
+@pytest.mark.parametrize("n, rows, width", [(1, 1, 1), (70, 300, 32), (200, 5, 70), (130, 9, 192), (65, 40, 256), (0, 3, 8), (3, 2, 300)])
+def test_take_rows_takes_them_all(n, rows, width):
+    """Of a table whose rows lie apart as well, by numbers of both kinds and in tiles of all sizes."""
+    table = random(rows, width + 5)[:, :width]
+    for dtype in (torch.int32, torch.int64):
+        index = torch.randint(rows, (n,), device=DEVICE, dtype=dtype)
+        for tuned in (None, *TAKE_CONFIGS):
+            assert torch.equal(take_rows(table, index, tuned), table[index.long()])
+    with pytest.raises(ValueError, match="table must be a matrix"):
+        take_rows(table.mT, index)
+    with pytest.raises(ValueError, match="index must be"):
+        take_rows(table, table[:, 0])
 
 
 RUNS = {  # how often each row of a table occurs, in blocks of 16 positions
