@@ -317,7 +317,10 @@ class World:
 
     def choose_collectives(self, copies: bool) -> None:
         """By the copy engines, if wanted and possible. What their `zeros` made lives as long as they."""
-        self.collectives = PeerCopies(dist.group.WORLD) if copies and can_copy(self.device, self.size) else Collectives(self.size)
+        try:
+            self.collectives = PeerCopies(dist.group.WORLD) if copies and can_copy(self.device, self.size) else Collectives(self.size)
+        except RuntimeError as error:
+            raise UserError(f"the GPUs cannot share memory ({str(error).splitlines()[0]}); use --peer_copies false") from None
 
     def of_all_ranks(self, x: Tensor) -> Tensor:
         """Every rank's x (n, ...) in rank order, (size * n, ...)."""

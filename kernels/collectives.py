@@ -76,7 +76,7 @@ class PeerCopies(Collectives):
     """By copies out of the other ranks' memory (`torch.distributed._symmetric_memory`), where `can_copy`.
 
     All ranks must ask for the same in the same order. In CUDA graphs too, of what has run once before: a source that the others cannot
-    read is first copied to where they can, and that is made on its first use.
+    read is first copied to where they can, and that is made on its first use. RuntimeError where the driver shares no memory.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -84,6 +84,7 @@ class PeerCopies(Collectives):
         self.group, self.rank, self.stream = group, group.rank(), torch.cuda.Stream()
         self.memories: dict[int, object] = {}                            # `_SymmetricMemory` by the address of what others can read
         self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}         # for what they cannot, by its length
+        self.zeros(1, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))     # now, if it cannot be
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         from torch.distributed import _symmetric_memory                  # not in every build of torch
