@@ -159,6 +159,9 @@ class Config:
     aol: bool = False                   # precondition it with AOL in place of the plain normalisation
     neuron_norm: bool = True            # NorMuon's normalisation of each output neuron
     adam_lr: float = 0.008
+    value_lr: float = 150.0             # times adam_lr: of the value embeddings,
+    bigram_lr: float = 75.0             # of the bigram table,
+    trigram_lr: float = 75.0            # of the trigram table
     adam_decay: float = 0.005           # times the squared learning rate
     cautious: bool = True               # decay only where the update and the weight agree in sign
 
@@ -696,9 +699,9 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         normuon("mlp", list(model.bank[last:]), both, [2.0, 4.0] * last, squares=False),         # MLP-in 2, MLP-out 4
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
-        adam("value tables", list(model.value_tables),                  valued,     150.0, (0.75, 0.99), 5.0),
-        adam("bigram table", [model.bigram_table],                      [-1],       75.0, (0.00, 0.99),  5.0, local=True),
-        adam("trigram table", [model.trigram_table],                    [-1],       75.0, (0.00, 0.99),  5.0, local=True),
+        adam("value tables", list(model.value_tables),    valued, config.value_lr,   (0.75, 0.99),  5.0),
+        adam("bigram table", [model.bigram_table],        [-1],   config.bigram_lr,  (0.00, 0.99),  5.0, local=True),
+        adam("trigram table", [model.trigram_table],      [-1],   config.trigram_lr, (0.00, 0.99),  5.0, local=True),
     ]
     return [group for group in groups if group.params]
 
