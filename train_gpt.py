@@ -162,6 +162,8 @@ class Config:
     value_lr: float = 150.0             # times adam_lr: of the value embeddings,
     bigram_lr: float = 75.0             # of the bigram table,
     trigram_lr: float = 75.0            # of the trigram table
+    table_beta2: float = 0.99           # of the bigram and trigram tables, and
+    table_block: int = 1                # how many neighbouring columns of a row share a mean square there
     adam_decay: float = 0.005           # times the squared learning rate
     cautious: bool = True               # decay only where the update and the weight agree in sign
 
@@ -674,6 +676,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
     """Which parameters get which algorithm, rate and decay: the one table of the optimizer."""
     last, valued = len(config.layers), list(model.value_index)
     each, both = list(range(last)), [layer for layer in range(last) for _ in range(2)]
+    by_row = 0.0, config.table_beta2
 
     def adam(name: str, params: list, layers: list[int], lr: float, betas: tuple[float, float], decay: float = 0.0, **more) -> Group:
         params = [p for p in params if p is not None and p.numel()]
@@ -700,8 +703,8 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
         adam("value tables", list(model.value_tables),    valued, config.value_lr,   (0.75, 0.99),  5.0),
-        adam("bigram table", [model.bigram_table],        [-1],   config.bigram_lr,  (0.00, 0.99),  5.0, local=True),
-        adam("trigram table", [model.trigram_table],      [-1],   config.trigram_lr, (0.00, 0.99),  5.0, local=True),
+        adam("bigram table", [model.bigram_table],        [-1],   config.bigram_lr,  by_row,        5.0, local=True),
+        adam("trigram table", [model.trigram_table],      [-1],   config.trigram_lr, by_row,        5.0, local=True),
     ]
     return [group for group in groups if group.params]
 
@@ -746,8 +749,9 @@ class Shard:
                 self.weight[own] = self.weights[whole].chunk(ranks)[world.rank]
             self.grad = torch.zeros_like(self.weight)
         self.lost_bits = torch.zeros_like(self.weight, dtype=torch.int16) if dtype == torch.bfloat16 else None
-        self.second = torch.zeros_like(self.weight[..., :1] if muon else self.weight, dtype=torch.float32)
         by_row = group.algorithm == "row adam"                           # it has no momentum but for each row the last step
+        sharing = self.weight[..., :1] if muon else self.weight[::config.table_block] if by_row else self.weight      # a mean square
+        self.second = torch.zeros_like(sharing, dtype=torch.float32)
         self.momentum = torch.zeros(len(group.params[0]) if by_row else self.weight.shape, device=device)
         self.steps = torch.zeros((), device=device)
         self.marked = torch.zeros(len(self.momentum), device=device, dtype=torch.bool) if by_row else None
@@ -763,17 +767,17 @@ class Shard:
     def update(self, part: dict[Callable, Callable], healthy: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
         """Update this rank's part from its summed gradient; all gradients become zero. `lr` multiplies the group's rate (0-dim)."""
         group, config = self.group, self.config
-        own, decay = (self.weight, self.lost_bits, self.grad, self.second), lr * (group.base_lr * group.decay)
+        own, decay = (self.weight, self.lost_bits, self.grad), lr * (group.base_lr * group.decay)
         if group.algorithm == "row adam":                                # sets to zero only what is not
             table = group.params[0]
             own = [x if x is None else x[:table.numel()].view(table.shape) for x in own]
-            by_row = self.momentum, self.marked
+            by_row = self.second[:table.numel() // config.table_block].view(len(table), -1), self.momentum, self.marked
             part[row_adam_twin](*own, *by_row, self.steps, healthy, lr * group.lr, decay, group.betas[1], config.cautious)
             return
         if group.algorithm == "adam":
-            part[adam_update](*own[:3], self.momentum, self.second, self.steps, healthy, lr * group.lr, decay, group.betas, config.cautious)
+            part[adam_update](*own, self.momentum, self.second, self.steps, healthy, lr * group.lr, decay, group.betas, config.cautious)
         else:
-            weight, lost_bits, grad, momentum = (x if x is None else x.view(self.shape) for x in (*own[:3], self.momentum))
+            weight, lost_bits, grad, momentum = (x if x is None else x.view(self.shape) for x in (*own, self.momentum))
             direction = part[nesterov_momentum](grad, momentum, momentum_beta, healthy)
             direction = part[newton_schulz_reference](direction, self.triples, self.normalisation)
             part[neuron_update](weight, lost_bits, direction, self.second.view(-1, self.shape[1], 1), healthy,
@@ -1002,6 +1006,8 @@ class Trainer:
             divisors = [str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == columns % n == 0]
             raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step and the width, "
                             f"{config.width}; use {', '.join(divisors)} ranks or another --micro_batches")
+        if columns // world.size % config.table_block or config.table_block & (config.table_block - 1):
+            raise UserError(f"--table_block {config.table_block}: use a power of two that divides {columns // world.size}, a table's columns a rank")
         self.config, self.world = config, world
         world.choose_collectives(config.peer_copies)
         self.schedule = Schedule(config)

@@ -748,6 +748,26 @@ def test_row_adam_is_adam_without_a_first_moment(update, rows, width, split):
     assert torch.equal(state[4] > 0, once)
 
 
+@pytest.mark.parametrize("update", [row_adam_twin, row_adam])
+@pytest.mark.parametrize("rows, width, block", [(5, 16, 16), (37, 48, 16), (80, 24, 4), (9, 192, 8)])
+def test_columns_of_a_block_share_their_mean_square(update, rows, width, block):
+    """As if each block's gradients had the size of their root mean square."""
+    state, numbers = row_adam_state(rows, width, False), [torch.tensor(x, device=DEVICE) for x in (0.02, 0.0)]
+    state[3], healthy = torch.zeros(rows, width // block, device=DEVICE), torch.tensor(True, device=DEVICE)
+    exact, squares = state[0].double(), torch.zeros(rows, width // block, device=DEVICE, dtype=torch.double)
+    for step in range(1, 5):
+        touched = torch.rand(rows, device=DEVICE) < 0.5
+        grad = torch.randn(rows, width, device=DEVICE) * touched[:, None]
+        state[2].copy_(grad)
+        state[5].copy_(touched)
+        squares = 0.9 * squares + 0.1 * grad.double().unflatten(1, (-1, block)).square().mean(2)
+        root = (squares / (1 - 0.9 ** step)).sqrt().repeat_interleave(block, 1)
+        exact -= torch.where(touched[:, None], 0.02 * grad / (root + 1e-10), 0)
+        update(*state, healthy, *numbers, 0.9, True)
+        torch.testing.assert_close(state[0].double(), exact, atol=1e-5, rtol=1e-5)
+        assert not state[2].any()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.4, 1.0])
 def test_marks_and_tiles_of_row_adam_change_no_bit(share, monkeypatch):
     """One program or many, few rows a tile or all, a long table's: the same as with every row marked, and the twin's rows."""
@@ -795,7 +815,8 @@ def test_row_adam_refuses_what_it_cannot_do():
     given = dict(zip(("weight", "lost_bits", "grad", "second", "last", "marked", "steps"), row_adam_state(6, 8, True), strict=True))
     numbers = [torch.ones((), device=DEVICE)] * 3
     for name, wrong in (("weight", {"lost_bits": None}), ("lost_bits", {"lost_bits": given["lost_bits"][:5]}),
-                        ("grad", {"grad": given["grad"].mT}), ("last", {"last": given["last"][:5]}), ("marked", {"marked": given["last"]})):
+                        ("grad", {"grad": given["grad"].mT}), ("last", {"last": given["last"][:5]}), ("marked", {"marked": given["last"]}),
+                        ("second", {"second": given["second"][:5]}), ("second", {"second": given["second"][:, :3].contiguous()})):
         with pytest.raises(ValueError, match=f"{name} must be"):
             row_adam(*(given | wrong).values(), *numbers, 0.9, True)
 
