@@ -804,7 +804,7 @@ class Optimizer:
         wire      gather embed, 0, n-grams, 1, … head    | loss, head, sum of 7 … 1,  n-grams, 0, scalars, embed … last table
 
     N-grams are rows of tables of which every rank holds and updates its own columns (`ColumnExchange`), so nobody sums or gathers them.
-    The updates run beside each other, each as soon as its sums are there.
+    The updates run beside each other and the end of the backward pass, each as soon as the loss and its own sums are there.
     Gathered is what the step before this one updated, just before the layer that needs it (`weights_needed`, first micro-batch);
     a layer's gradients are summed as soon as they are complete (`gradients_complete`, last micro-batch). So a rank's weights
     are whole only from `gather` or the end of a forward pass on, until the next update.
@@ -819,7 +819,8 @@ class Optimizer:
         self.shards = {group.name: Shard(group, config, world, grads if group.replicated else None)
                        for group, grads in zip(groups, self.replicated_grads.split(sizes))}
         apart = config.overlap and world.device.type == "cuda"
-        self.streams = {name: torch.cuda.Stream() for name in self.shards if apart}     # on which each group is updated
+        self.streams = {name: torch.cuda.Stream() for name in self.shards if apart}     # on which each group is updated: none fills the GPU
+        self.judging = torch.cuda.Stream() if apart else None            # on which the loss arrives
         self.tied = True                                                 # until `untie`
         self.lr, self.momentum_beta = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
         self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on
@@ -883,21 +884,26 @@ class Optimizer:
             self.sums[shard.group.name] = [*works, self.world.collectives.reduce_scatter(shard.grad[round.own], shard.grads[round.whole])]
 
     @torch.no_grad()
-    def step(self, step: "Step", loss: Tensor) -> None:
-        """Update from the accumulated gradients, unless `loss` (0-dim, the same on all ranks) is not finite."""
+    def judge(self, loss: Tensor) -> None:
+        """From a `loss` on (0-dim, the same on all ranks) that is not finite nothing is updated."""
+        self.healthy &= loss.isfinite()
+
+    @torch.no_grad()
+    def step(self, step: "Step") -> None:
+        """Update from the accumulated gradients."""
         if step.update_adam:
             work = self.world.collectives.all_reduce(self.replicated_grads)
             self.sums |= {name: [work] for name, shard in self.shards.items() if shard.group.replicated}
             self.sums = {name: [] for name, shard in self.shards.items() if shard.group.local} | self.sums     # first: none to wait for
         self.gradients_complete(-1)
-        self.healthy &= loss.isfinite()
         for name, works in self.sums.items():                            # in the order in which they arrive
-            with beside(self.streams.get(name)):                         # and beside each other: none fills the GPU, or the memory's bus
+            summed = works and None not in works                         # then its gradients are complete, else when the backward pass is
+            with beside(self.streams.get(name), behind=self.judging if summed else None):
                 for work in works:
                     wait(work)
                 self.shards[name].update(self.part, self.healthy, self.lr, self.momentum_beta)
-        for name in self.sums.keys() & self.streams.keys():
-            torch.cuda.current_stream().wait_stream(self.streams[name])
+        for stream in (self.judging, *map(self.streams.get, self.sums)) if self.streams else ():
+            torch.cuda.current_stream().wait_stream(stream)
         self.sums = {}
 
     @torch.no_grad()
@@ -1056,11 +1062,12 @@ class Trainer:
             loss, next_token = self.model(batch, step, reached, in_fp8)
             total += next_token.detach()
             if last:
-                summed = self.world.collectives.all_reduce(total)
+                with beside(optimizer.judging):
+                    wait(self.world.collectives.all_reduce(total))
+                    self.loss.copy_(total / step.batch_tokens)
+                    optimizer.judge(self.loss)
             loss.backward()
-        wait(summed)
-        self.loss.copy_(total / step.batch_tokens)
-        optimizer.step(step, self.loss)
+        optimizer.step(step)
 
     def capture(self, step: Step, batches: list[Batch]) -> None:
         """Record what a step of this kind does as a CUDA graph: from now on it is replayed, which takes one launch."""

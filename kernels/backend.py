@@ -32,11 +32,11 @@ def gradient(leaf: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is launched inside runs on that stream, behind all that the current one was given before; None: on the current one."""
+def beside(stream: torch.cuda.Stream | None, behind: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """What is launched inside runs on that stream, behind all that `behind`, or else the current one, was given; None: on the current one."""
     if stream is None:
         yield
         return
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_stream(behind or torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
