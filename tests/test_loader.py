@@ -106,6 +106,15 @@ def test_order_does_not_depend_on_timing_or_a_restart(config):
         assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p[:-1], q[:-1]))
 
 
+def test_any_steps_in_any_order_can_be_prefetched(config):
+    """As the warm-up does, with more of them than are made ahead."""
+    plan, wanted = loader(config), [5, 0, 3, 3, 1, 4, 2, 0]
+    for index, batches in zip(wanted, plan.prefetch(wanted), strict=True):
+        for mine, batch in zip(batches, plan.batches(index), strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(mine[:-1], batch[:-1]))
+    assert list(plan.prefetch([])) == []
+
+
 @pytest.fixture
 def sampled(tmp_path, config):
     """A vocabulary of 5,000 of which a micro-batch has 100 to 400 tokens as targets, and a sample of 300 of the others."""
