@@ -1091,7 +1091,8 @@ class Trainer:
         """Run every kind of step and of validation once, then put everything back as it was."""
         snapshot = self.optimizer.snapshot()
         kinds = list(self.schedule.kinds().values())
-        for step, batches in zip(kinds, self.loader.prefetch([step.index for step in kinds])):     # as in the run: no first launch there
+        # Batches come as in the run, or what brings them would first be launched on the clock: 0.4 s on four GPUs.
+        for step, batches in zip(kinds, self.loader.prefetch([step.index for step in kinds])):
             self.step(step, batches)
             if self.config.capture and self.world.device.type == "cuda":
                 self.capture(step, batches)

@@ -63,7 +63,7 @@ def symmetric_kernel(x_ptr, y_ptr, out_ptr, sums_ptr, column_scale_ptr, m, k, x_
     depth = tl.arange(0, DEPTH)
 
     x_ptr += batch * x_batch
-    if y_ptr is None:  # a second pointer to the same costs registers, and 10% of the time
+    if y_ptr is None:  # a second pointer to the same costs registers, which then spill
         y_ptr = x_ptr
     else:
         y_ptr += batch * x_batch

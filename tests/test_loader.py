@@ -101,7 +101,7 @@ def test_order_does_not_depend_on_timing_or_a_restart(config):
     for batches in plan.prefetch(range(n)):
         time.sleep(0.005)
         slow.append(batches)
-    late = list(loader(config).prefetch(range(3, n)))                        # from the middle: a step's data is its number's
+    late = list(loader(config).prefetch(range(3, n)))                    # from the middle: a step's data is its number's
     for a, b in zip(fast[3:] + fast, late + slow, strict=True):
         assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p[:-1], q[:-1]))
 
@@ -161,7 +161,7 @@ def test_batches_come_to_a_gpu_unharmed(sampled):
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_columns_depend_on_the_seed_and_the_step_alone(sampled, ranks):
     config, alone, index = sampled, loader(sampled), 5
-    ahead = list(alone.prefetch([4, 5, 6]))[1]                                # after another step, by the thread
+    ahead = list(alone.prefetch([4, 5, 6]))[1]                           # after another step, by the thread
     shares = [batch for rank in range(ranks) for batch in loader(config, rank, ranks).batches(index)]
     other = loader(replace(config, seed=config.seed + 1)).batches(index)
     for a, b, c, d in zip(alone.batches(index), ahead, shares, other, strict=True):

@@ -342,7 +342,7 @@ def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
     trainer = train_gpt.Trainer(replace(config, capture=True), train_gpt.World())
     trainer.warm_up()
     steps = list(trainer.schedule)
-    ahead = trainer.loader.prefetch(range(len(steps)))                       # room for batches is made before the clock starts
+    ahead = trainer.loader.prefetch(range(len(steps)))                   # room for batches is made before the clock starts
     before = torch.cuda.memory_stats()["num_device_alloc"]
     torch.cuda.set_sync_debug_mode("error")
     try:
