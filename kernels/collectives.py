@@ -89,6 +89,9 @@ class PeerCopies(Collectives):
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         from torch.distributed import _symmetric_memory                  # not in every build of torch
         x = _symmetric_memory.empty(*shape, dtype=dtype, device=device).zero_()
+        # Torch clears it, and what the barriers signal through, on the default stream and does not wait: behind a long queue that would
+        # wipe out the first signal of a rank with a short one, and this rank would wait for it for ever.
+        torch.cuda.synchronize(device)
         self.memories[x.untyped_storage().data_ptr()] = _symmetric_memory.rendezvous(x, self.group)
         return x
 

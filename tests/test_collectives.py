@@ -54,8 +54,19 @@ def on_threads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(_symmetric_memory, "empty", lambda *shape, dtype, device: torch.empty(*shape, dtype=dtype))
-    monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+    here = threading.local()
+
+    def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        here.cleared = False
+        return torch.empty(*shape, dtype=dtype)
+
+    def meet(x: torch.Tensor, group: Group) -> Memory:
+        assert here.cleared, "the device may clear the signals after another rank's first one"
+        return rendezvous(x, group)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: setattr(here, "cleared", True))
+    monkeypatch.setattr(_symmetric_memory, "empty", empty)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", meet)
 
     def run(size: int, work) -> list:
         shared = SimpleNamespace(given={}, barrier=threading.Barrier(size))
