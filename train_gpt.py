@@ -215,8 +215,8 @@ PRESETS = {
     # The same on 190 M tokens and 4 GPUs: half the batches, for which momentum is shorter, longer tables, and all of a cut document, or a
     # second epoch would begin before the end, at 0.1 of loss.
     "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
-                      steps=1315, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
-                      bigram_rows=6_291_456, trigram_rows=134_217_728, keep_tails=True, data_path=""),
+                      steps=1290, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
+                      bigram_rows=6_291_456, trigram_rows=134_217_728, table_block=16, keep_tails=True, data_path=""),
     # GPT-2 medium's size. Its rates, batches and steps are guesses from the small model's, of which GPUs have seen the first 100 steps.
     "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
                       adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
