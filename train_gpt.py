@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
@@ -319,11 +319,14 @@ class World:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
                                     device_id=self.device if self.device.type == "cuda" else None)
         self.collectives = Collectives(self.size)
+        # Each made once: torch deals out 32 in turn, and a later run's could be the one that records graphs, beside which nothing runs.
+        self.streams: defaultdict[str, torch.cuda.Stream] = defaultdict(torch.cuda.Stream)
 
     def choose_collectives(self, copies: bool) -> None:
         """By the copy engines, if wanted and possible. What their `zeros` made lives as long as they."""
         try:
-            self.collectives = PeerCopies(dist.group.WORLD) if copies and can_copy(self.device, self.size) else Collectives(self.size)
+            possible = copies and can_copy(self.device, self.size)
+            self.collectives = PeerCopies(dist.group.WORLD, self.streams["copies"]) if possible else Collectives(self.size)
         except RuntimeError as error:
             raise UserError(f"the GPUs cannot share memory ({str(error).splitlines()[0]}); use --peer_copies false") from None
 
@@ -819,8 +822,8 @@ class Optimizer:
         self.shards = {group.name: Shard(group, config, world, grads if group.replicated else None)
                        for group, grads in zip(groups, self.replicated_grads.split(sizes))}
         apart = config.overlap and world.device.type == "cuda"
-        self.streams = {name: torch.cuda.Stream() for name in self.shards if apart}     # on which each group is updated: none fills the GPU
-        self.judging = torch.cuda.Stream() if apart else None            # on which the loss arrives
+        self.streams = {name: world.streams[name] for name in self.shards if apart}     # on which each group is updated: none fills the GPU
+        self.judging = world.streams["judging"] if apart else None       # on which the loss arrives
         self.tied = True                                                 # until `untie`
         self.lr, self.momentum_beta = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
         self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on

@@ -79,9 +79,9 @@ class PeerCopies(Collectives):
     read is first copied to where they can, and that is made on its first use. RuntimeError where the driver shares no memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream):
         super().__init__(group.size())
-        self.group, self.rank, self.stream = group, group.rank(), torch.cuda.Stream()
+        self.group, self.rank, self.stream = group, group.rank(), stream
         self.memories: dict[int, object] = {}                            # `_SymmetricMemory` by the address of what others can read
         self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}         # for what they cannot, by its length
         self.zeros(1, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))     # now, if it cannot be

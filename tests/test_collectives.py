@@ -71,7 +71,7 @@ def on_threads(monkeypatch):
     def run(size: int, work) -> list:
         shared = SimpleNamespace(given={}, barrier=threading.Barrier(size))
         with ThreadPoolExecutor(size) as threads:
-            found = [threads.submit(lambda rank: work(rank, collectives.PeerCopies(Group(rank, size, shared))), rank) for rank in range(size)]
+            found = [threads.submit(lambda rank: work(rank, collectives.PeerCopies(Group(rank, size, shared), stream)), rank) for rank in range(size)]
             return [x.result() for x in found]
     return run
 

@@ -2,6 +2,7 @@
 import re
 import time
 import tracemalloc
+from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def loader(config, rank=0, size=1, device=CPU) -> Loader:
-    return Loader(config, train_gpt.Schedule(config), SimpleNamespace(rank=rank, size=size, device=device))
+    return Loader(config, train_gpt.Schedule(config), SimpleNamespace(rank=rank, size=size, device=device, streams=defaultdict(torch.cuda.Stream)))
 
 
 def reference(config):

@@ -337,6 +337,18 @@ def test_a_captured_step_is_the_eager_one(config):
     assert max(abs(a - b) for a, b in zip(runs[0], runs[2])) <= 2 * spread
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CPUs have no streams")
+def test_runs_of_a_process_have_the_same_streams(config):
+    """Or one of them records its graphs on what another part takes for a stream beside: then nothing of it is."""
+    world, found = train_gpt.World(), []
+    for _ in range(2):
+        trainer = train_gpt.Trainer(config, world)
+        trainer.warm_up()
+        found.append({name: stream.cuda_stream for name, stream in world.streams.items()})
+    assert found[0] == found[1] and {"judging", "batches", *trainer.optimizer.shards} <= set(found[0])
+    assert torch.cuda.graph.default_capture_stream.cuda_stream not in found[0].values()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs, and what waits for them, need a GPU")
 def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
     trainer = train_gpt.Trainer(replace(config, capture=True), train_gpt.World())
