@@ -163,7 +163,7 @@ class Config:
     bigram_lr: float = 75.0             # of the bigram table,
     trigram_lr: float = 75.0            # of the trigram table
     table_beta2: float = 0.99           # of the bigram and trigram tables, and
-    table_block: int = 1                # how many neighbouring columns of a row share a mean square there
+    table_block: int = 16               # how many neighbouring columns of a row share a mean square there
     adam_decay: float = 0.005           # times the squared learning rate
     cautious: bool = True               # decay only where the update and the weight agree in sign
 
@@ -216,14 +216,14 @@ PRESETS = {
     # second epoch would begin before the end, at 0.1 of loss.
     "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
                       steps=1290, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
-                      bigram_rows=6_291_456, trigram_rows=134_217_728, table_block=16, keep_tails=True, data_path=""),
+                      bigram_rows=6_291_456, trigram_rows=134_217_728, keep_tails=True, data_path=""),
     # GPT-2 medium's size. Its rates, batches and steps are guesses from the small model's, of which GPUs have seen the first 100 steps.
     "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
                       adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
-        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, attention_scale=0.1, bigram_rows=16_384, trigram_rows=65_536,
-        steps=102, extra_steps=10, batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), window_block=32,
+        micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, attention_scale=0.1,
+        bigram_rows=16_384, trigram_rows=65_536, table_block=1, steps=102, extra_steps=10, batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), window_block=32,
         windows=((1, 3), (3, 7), (5, 11)), softmax_samples=0, momentum_warmup=70, momentum_cooldown=15,
         val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
 }
