@@ -223,9 +223,9 @@ PRESETS = {
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
         micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, attention_scale=0.1,
-        bigram_rows=16_384, trigram_rows=65_536, table_block=1, steps=102, extra_steps=10, batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), window_block=32,
-        windows=((1, 3), (3, 7), (5, 11)), softmax_samples=0, momentum_warmup=70, momentum_cooldown=15,
-        val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
+        bigram_rows=16_384, trigram_rows=65_536, table_block=1, steps=102, extra_steps=10, batch_tokens=(2048, 3072, 4096),
+        sequence_length=(256, 512, 512), window_block=32, windows=((1, 3), (3, 7), (5, 11)), softmax_samples=0,
+        momentum_warmup=70, momentum_cooldown=15, val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
 }
 
 
