@@ -65,9 +65,9 @@ def trainer(config) -> train_gpt.Trainer:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a command that is tested: one thread a process, no data or run folders of the person who tests."""
+    """The environment of a command that is tested: a CPU, one thread a process, no data or run folders of the person who tests."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("DATA_PATH", "RUNS_PATH", "DISABLE_FP8", "RANK", "WORLD_SIZE")}
-    return inherited | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHON": sys.executable} | variables
+    return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHON": sys.executable} | variables
 
 
 def command(*arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess:

@@ -42,7 +42,7 @@ def test_settings_of_commands_for_gpus(settings):
     """With two ranks on this machine's processor in place of GPUs and nodes: whichever launcher starts them."""
     train_gpt.parse_config([*settings, "--preset", "cpu"])
     result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_gpt.py", *settings,
-                             *SHORT, "--write_log", "false"], cwd=ROOT, env=environment(CUDA_VISIBLE_DEVICES=""), capture_output=True,
+                             *SHORT, "--write_log", "false"], cwd=ROOT, env=environment(), capture_output=True,
                              text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
@@ -66,6 +66,6 @@ def test_a_command(line, place, tmp_path):
         words[0] = sys.executable
     if "train_gpt.py" in words or "./run.sh" in words:
         words += [] if "--help" in words else SHORT
-    result = subprocess.run(words, cwd=ROOT, env=environment(RUNS_PATH=str(place if "records" in words else tmp_path / "runs"), CUDA_VISIBLE_DEVICES="", **variables),
+    result = subprocess.run(words, cwd=ROOT, env=environment(RUNS_PATH=str(place if "records" in words else tmp_path / "runs"), **variables),
                             capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

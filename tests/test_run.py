@@ -196,7 +196,7 @@ def test_the_preset_for_a_laptop(tmp_path):
     In fewer steps, and validated at their end alone.
     """
     result = subprocess.run(["./run.sh", "--steps", "64", "--val_every", "0"], cwd=ROOT, timeout=420,
-                            env=environment(RUNS_PATH=str(tmp_path), CUDA_VISIBLE_DEVICES=""), capture_output=True, text=True)
+                            env=environment(RUNS_PATH=str(tmp_path)), capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     header, *events = read_log(tmp_path)
     assert header["world_size"] == 2 and header["preset"] == "cpu"
@@ -211,8 +211,8 @@ def test_a_machine_with_a_gpu_fetches_fineweb(tmp_path, arguments):
     """With no shards and no network: `run.sh` says what it fetches, the fetch says in a line what to do, nothing trains."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "DATA_PATH": str(tmp_path / "shards"), "HF_ENDPOINT": "http://127.0.0.1:9",
-                 "HF_HOME": str(tmp_path)}
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0", "DATA_PATH": str(tmp_path / "shards"),
+                 "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
     result = subprocess.run(["./run.sh", *arguments], cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=120)
     first, *_, last = result.stderr.splitlines()
     assert result.returncode == 2 and f"no shards in {tmp_path}/shards: fetching FineWeb" in first and "--preset cpu" in first
