@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 import time
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
@@ -33,7 +33,7 @@ from data.loader import Batch, Loader, to_device, validation_batches
 from data.shards import ShardError
 from kernels.adam import adam_update
 from kernels.attention import ATTENTION, choose_attention
-from kernels.backend import beside, gradient
+from kernels.backend import beside, gradient, side_stream
 from kernels.coefficients import lower_end, polar_express
 from kernels.collectives import Collectives, PeerCopies, Work, can_copy, wait
 from kernels.embedding import Sorted, embedding, embedding_twin, sort_beside
@@ -319,14 +319,11 @@ class World:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
                                     device_id=self.device if self.device.type == "cuda" else None)
         self.collectives = Collectives(self.size)
-        # Each made once: torch deals out 32 in turn, and a later run's could be the one that records graphs, beside which nothing runs.
-        self.streams: defaultdict[str, torch.cuda.Stream] = defaultdict(torch.cuda.Stream)
 
     def choose_collectives(self, copies: bool) -> None:
         """By the copy engines, if wanted and possible. What their `zeros` made lives as long as they."""
         try:
-            possible = copies and can_copy(self.device, self.size)
-            self.collectives = PeerCopies(dist.group.WORLD, self.streams["copies"]) if possible else Collectives(self.size)
+            self.collectives = PeerCopies(dist.group.WORLD) if copies and can_copy(self.device, self.size) else Collectives(self.size)
         except RuntimeError as error:
             raise UserError(f"the GPUs cannot share memory ({str(error).splitlines()[0]}); use --peer_copies false") from None
 
@@ -822,8 +819,8 @@ class Optimizer:
         self.shards = {group.name: Shard(group, config, world, grads if group.replicated else None)
                        for group, grads in zip(groups, self.replicated_grads.split(sizes))}
         apart = config.overlap and world.device.type == "cuda"
-        self.streams = {name: world.streams[name] for name in self.shards if apart}     # on which each group is updated: none fills the GPU
-        self.judging = world.streams["judging"] if apart else None       # on which the loss arrives
+        self.streams = {name: side_stream(name) for name in self.shards if apart}       # on which each group is updated: none fills the GPU
+        self.judging = side_stream("judging") if apart else None         # on which the loss arrives
         self.tied = True                                                 # until `untie`
         self.lr, self.momentum_beta = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
         self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on

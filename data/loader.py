@@ -142,7 +142,7 @@ class Loader:
         if device.type == "cuda":
             batch, share = max(self.config.batch_tokens), self.config.micro_batches // self.world.size
             largest = 2 * batch // self.world.size + share * (max(self.most.values()) + 1 + self.config.padded_vocab + 4 * ALIGNED)
-            rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], self.world.streams["batches"]
+            rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], torch.cuda.Stream(device)
 
         def make(index: int, room: Room | None) -> list[Batch]:
             batches = self.batches(index)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 
 import torch
@@ -29,6 +30,15 @@ def gradient(leaf: torch.Tensor) -> torch.Tensor:
     if leaf.grad is None:
         leaf.grad = torch.zeros_like(leaf)
     return leaf.grad
+
+
+@cache
+def side_stream(name: str) -> torch.cuda.Stream:
+    """The process's stream of that name.
+
+    Made once: torch deals out 32 in turn, and a later run's new one could be that which records graphs, beside which nothing runs.
+    """
+    return torch.cuda.Stream()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.backend import beside
+from kernels.backend import beside, side_stream
 
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor      # renamed in torch 2.13
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,9 +79,9 @@ class PeerCopies(Collectives):
     read is first copied to where they can, and that is made on its first use. RuntimeError where the driver shares no memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, stream: torch.cuda.Stream):
+    def __init__(self, group: dist.ProcessGroup):
         super().__init__(group.size())
-        self.group, self.rank, self.stream = group, group.rank(), stream
+        self.group, self.rank, self.stream = group, group.rank(), side_stream("copies")
         self.memories: dict[int, object] = {}                            # `_SymmetricMemory` by the address of what others can read
         self.buffers: dict[tuple[int, torch.dtype], Tensor] = {}         # for what they cannot, by its length
         self.zeros(1, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))     # now, if it cannot be

@@ -11,16 +11,16 @@ of which positions share a row with the block's gradients. A run that lies in on
 leaves a sum in each, as the block's head (it came in) or tail (it starts there and goes on), for the second launch to add up.
 
 Narrow rows are looked up by `take_rows`: PyTorch starts a block of threads for each, of which 32 fit on a multiprocessor however
-few numbers they move. For 262,144 rows of 64 or 384 bytes it takes 160 µs, as many as for 100 MB.
+few numbers they move. For 262,144 rows of 64 or 384 bytes it takes 160 µs, as many as for 100 MB. Compiled it is as fast as this
+kernel (README.md), but compiled anew for every number of rows.
 """
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import beside, check, gradient, tl, triton
+from kernels.backend import beside, check, gradient, side_stream, tl, triton
 
 # (positions a block, columns, blocks that the second launch reads at a time, warps); the first is used: chosen for
 # whole lines of 128 bytes and for about 100 registers a thread on sm_90, so that four programs share a multiprocessor.
@@ -38,12 +38,6 @@ class Sorted(NamedTuple):
     ready: torch.cuda.Event | None = None  # after which they are; None: now
 
 
-@cache
-def sorting(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which sorts run."""
-    return torch.cuda.Stream(device)
-
-
 def sort_rows(index: Tensor) -> Sorted:
     """In int32, so that the sort needs half the radix passes of int64; `add_rows` refuses tables for which that is too short."""
     return Sorted(index, *torch.sort(index.int(), stable=True))
@@ -57,7 +51,7 @@ def sort_beside(index: Tensor) -> Sorted:
     if not index.is_cuda:
         return sort_rows(index)
     ready = torch.cuda.Event()
-    with beside(sorting(index.device)):
+    with beside(side_stream("sorts")):
         order = sort_rows(index)
         ready.record()
     return order._replace(ready=ready)

@@ -15,7 +15,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     assert can_copy(device, size)
-    copies, nccl = PeerCopies(dist.group.WORLD, torch.cuda.Stream()), Collectives(size)
+    copies, nccl = PeerCopies(dist.group.WORLD), Collectives(size)
     torch.manual_seed(rank)
     for n in (8, 24_576, 1_179_648):
         for make in (copies.zeros, torch.zeros):                         # what others can read, and what they cannot

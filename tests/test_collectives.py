@@ -50,7 +50,7 @@ def rendezvous(x: torch.Tensor, group: Group) -> Memory:
 def on_threads(monkeypatch):
     """Runs a function of a rank's collectives on so many ranks at once; returns what each returned."""
     stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: None, wait_event=lambda _: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: stream)
+    monkeypatch.setattr(collectives, "side_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -71,7 +71,7 @@ def on_threads(monkeypatch):
     def run(size: int, work) -> list:
         shared = SimpleNamespace(given={}, barrier=threading.Barrier(size))
         with ThreadPoolExecutor(size) as threads:
-            found = [threads.submit(lambda rank: work(rank, collectives.PeerCopies(Group(rank, size, shared), stream)), rank) for rank in range(size)]
+            found = [threads.submit(lambda rank: work(rank, collectives.PeerCopies(Group(rank, size, shared))), rank) for rank in range(size)]
             return [x.result() for x in found]
     return run
 

@@ -2,7 +2,6 @@
 import re
 import time
 import tracemalloc
-from collections import defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def loader(config, rank=0, size=1, device=CPU) -> Loader:
-    return Loader(config, train_gpt.Schedule(config), SimpleNamespace(rank=rank, size=size, device=device, streams=defaultdict(torch.cuda.Stream)))
+    return Loader(config, train_gpt.Schedule(config), SimpleNamespace(rank=rank, size=size, device=device))
 
 
 def reference(config):

@@ -340,13 +340,13 @@ def test_a_captured_step_is_the_eager_one(config):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CPUs have no streams")
 def test_runs_of_a_process_have_the_same_streams(config):
     """Or one of them records its graphs on what another part takes for a stream beside: then nothing of it is."""
+    # Which of 32 they are hangs on what else this process has made, so that says nothing here of the one that records.
     world, found = train_gpt.World(), []
     for _ in range(2):
         trainer = train_gpt.Trainer(config, world)
         trainer.warm_up()
-        found.append({name: stream.cuda_stream for name, stream in world.streams.items()})
-    assert found[0] == found[1] and {"judging", "batches", *trainer.optimizer.shards} <= set(found[0])
-    assert torch.cuda.graph.default_capture_stream.cuda_stream not in found[0].values()
+        found.append({name: stream.cuda_stream for name, stream in trainer.optimizer.streams.items()} | {"": trainer.optimizer.judging.cuda_stream})
+    assert found[0] == found[1] and len(found[0]) == 1 + len(trainer.optimizer.shards)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs, and what waits for them, need a GPU")
