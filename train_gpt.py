@@ -36,7 +36,7 @@ from kernels.attention import ATTENTION, choose_attention
 from kernels.backend import beside, gradient, side_stream
 from kernels.coefficients import lower_end, polar_express
 from kernels.collectives import Collectives, PeerCopies, Work, can_copy, wait
-from kernels.embedding import Sorted, embedding, embedding_twin, sort_beside
+from kernels.embedding import Sorted, embedding, embedding_twin, no_rows, sort_beside
 from kernels.fp8_linear import has_fp8
 from kernels.fp8_qkv import QKVWeight, fp8_qkv_heads, qkv_weight
 from kernels.fp8_weights import fp8_weights
@@ -122,8 +122,8 @@ class Config:
     rotary_base: float = 1024.0
     attention_scale: float = 0.15
     gate_channels: int = 12             # that a gate sees: the smear gate of the token's vector, a value gate half of them of its value row
-    bigram_rows: int = 1_509_120        # rows of the hashed (previous, current) table; 0: no table
-    trigram_rows: int = 16_777_216      # of the hashed table of a token and the two before it, as wide as a head; 0: no table
+    ngrams: tuple[int, ...] = (2, 3, 4) # the first head's values get a row for the last 2 tokens, the second's for 3 ...
+    ngram_rows: int = 33_554_432        # of the hashed table of all these, as wide as a head; 0: no table
     value_embeddings: bool = True
     smear: bool = True                  # each token's embedding adds a gated share of the previous one's
     key_offset: bool = True             # long windows: the position-free half of K comes from the token before
@@ -160,10 +160,9 @@ class Config:
     neuron_norm: bool = True            # NorMuon's normalisation of each output neuron
     adam_lr: float = 0.008
     value_lr: float = 150.0             # times adam_lr: of the value embeddings,
-    bigram_lr: float = 75.0             # of the bigram table,
-    trigram_lr: float = 75.0            # of the trigram table
-    table_beta2: float = 0.99           # of the bigram and trigram tables, and
-    table_block: int = 16               # how many neighbouring columns of a row share a mean square there
+    ngram_lr: float = 75.0              # of the n-grams' table
+    ngram_beta2: float = 0.99           # of that table, and
+    ngram_block: int = 16               # how many neighbouring columns of a row share a mean square there
     adam_decay: float = 0.005           # times the squared learning rate
     cautious: bool = True               # decay only where the update and the weight agree in sign
 
@@ -186,7 +185,7 @@ class Config:
     fused_residual: bool = True         # what enters attention and MLP, and the sum of its gradients,
     fused_orthogonalisation: bool = True        # Newton-Schulz,
     fused_qkv: bool = True              # what stands between the product Q, K, V and attention,
-    fused_row_update: bool = True       # with fused_embedding, which marks them: update of the bigram table's rows read, no others
+    fused_row_update: bool = True       # with fused_embedding, which lists them: update of the n-grams' rows read, no others
     compile: bool = True                # torch.compile of the blocks, on GPUs
     capture: bool = True                # each kind of step as one CUDA graph
     overlap: bool = True                # collectives under computation; false: all before it and all behind it
@@ -212,18 +211,18 @@ class Config:
 SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb"))
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # The same on 190 M tokens and 4 GPUs: half the batches, for which momentum is shorter, longer tables, and all of a cut document, or a
-    # second epoch would begin before the end, at 0.1 of loss.
+    # The same on 190 M tokens and 4 GPUs: half the batches, for which momentum is shorter, a longer table, and all of a cut document, or
+    # a second epoch would begin before the end, at 0.1 of loss.
     "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
-                      steps=1290, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
-                      bigram_rows=6_291_456, trigram_rows=134_217_728, keep_tails=True, data_path=""),
+                      steps=1260, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
+                      ngram_rows=402_653_184, keep_tails=True, data_path=""),
     # GPT-2 medium's size. Its rates, batches and steps are guesses from the small model's, of which GPUs have seen the first 100 steps.
     "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
                       adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
     "cpu": Config(
         preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
         micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, attention_scale=0.1,
-        bigram_rows=16_384, trigram_rows=65_536, table_block=1, steps=102, extra_steps=10, batch_tokens=(2048, 3072, 4096),
+        ngrams=(2, 4), ngram_rows=65_536, ngram_block=1, steps=120, extra_steps=10, batch_tokens=(2048, 3072, 4096),
         sequence_length=(256, 512, 512), window_block=32, windows=((1, 3), (3, 7), (5, 11)), softmax_samples=0,
         momentum_warmup=70, momentum_cooldown=15, val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
 }
@@ -294,6 +293,8 @@ def check_config(config: Config) -> None:
     if config.qk_dim < 1 or 2 * config.heads * config.qk_dim % config.width:
         raise UserError(f"--qk_dim {config.qk_dim}: the queries and keys of {config.heads} heads fill no whole number of {config.width} x "
                         f"{config.width} matrices, which NorMuon takes; use a multiple of {config.head_dim // 2}, half of --head_dim")
+    if len(config.ngrams) > config.heads or not all(1 <= length <= len(HASH) for length in config.ngrams):
+        raise UserError(f"--ngrams {config.ngrams}: lengths of 1 to {len(HASH)} tokens, one for each of {config.heads} heads at most")
     if config.softmax_samples < 0:
         raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, 0 for all")
     if config.attention not in ("auto", *ATTENTION):
@@ -420,12 +421,19 @@ class ReceiveColumns(torch.autograd.Function):
 
 # ---- The parts that torch.compile fuses: pure functions of tensors, one for each kind of work ------------------------
 
-def ngram_index(tokens: Tensor, is_start: Tensor, length: int, count: int) -> Tensor:
-    """Which of `count` rows belongs to the `length` tokens, 2 or 3, that end with each (n,). Before a sequence is 0; tokens count from 1."""
-    current = tokens.long()
-    before = previous(current + 1, is_start)
-    index = before * 1_000_003 ^ current * 998_244_353
-    return (index if length == 2 else index ^ previous(before, is_start) * 2_654_435_761) % count
+HASH = 998_244_353, 1_000_003, 2_654_435_761, 3_266_489_917, 668_265_263      # odd factors, of a token and of those before it
+
+
+def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
+    """Which of `count` rows belongs to the so many tokens that end with each (n,), length by length (len(lengths) n,).
+
+    Tokens count from 1; what is before a sequence is 0.
+    """
+    token, index, found = tokens.long() + 1, 0, []
+    for factor in HASH[:max(lengths)]:
+        found.append(index := token * factor ^ index)
+        token = previous(token, is_start)
+    return torch.cat([found[length - 1] % count for length in lengths])
 
 
 def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
@@ -436,7 +444,7 @@ def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
 KERNELS = {                                                 # setting: Triton kernels by their plain twins
     "fused_loss": {head_loss_twin: head_loss},
     "fused_mlp": {mlp_twin: mlp},
-    "fused_residual": {mlp_input_twin: mlp_input, norm_fork_twin: norm_fork, share_twin: share},
+    "fused_residual": {mlp_input_twin: mlp_input, norm_fork_twin: norm_fork},
     "fused_qkv": {qkv_heads_twin: qkv_heads},
     "fused_embedding": {embedding_twin: embedding, smear_twin: smear},
     "fused_orthogonalisation": {newton_schulz_reference: newton_schulz},
@@ -451,7 +459,7 @@ def compiled(config: Config, device: torch.device, *functions: Callable) -> dict
     torch._dynamo.config.recompile_limit = 64               # one for each kind of layer and, at first, each batch size
     kernels = {twin: kernel for setting, pairs in KERNELS.items() for twin, kernel in pairs.items()
                if getattr(config, setting) and (kernel is not mlp or has_mlp(device))
-               and (kernel is not row_adam or config.fused_embedding)}       # whose backward pass marks the rows that it takes
+               and (kernel is not row_adam or config.fused_embedding)}       # whose backward pass lists the rows that it takes
     return {f: kernels.get(f) or (torch.compile(f) if config.compile else f) for f in functions}
 
 
@@ -487,18 +495,17 @@ class GPT(nn.Module):
         self.bank = nn.ParameterList(table(n) for n in rows)
         self.head, self.embedding = table(config.padded_vocab), table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
-        self.bigram_table = table(config.bigram_rows, width // world.size) if config.bigram_rows else None     # this rank's columns
-        self.trigram_table = table(config.trigram_rows, config.head_dim // world.size) if config.trigram_rows else None
+        self.ngrams = config.ngrams if config.ngram_rows else ()
+        self.ngram_table = table(config.ngram_rows, config.head_dim // world.size) if self.ngrams else None     # this rank's columns
         self.attention_scalars = small(len(layers), 2)                   # of Q, K, V and of O
         self.residual_scalars = small(len(layers), 2)                    # of the two sub-layers
-        self.bigram_scalars = small(len(layers))
-        self.trigram_scalars = small(len(layers)) if config.trigram_rows else None
+        self.ngram_scalars = small(len(self.ngrams), len(layers)) if self.ngrams else None
         self.scalars = small(2)                                          # smear, backout
         self.smear_gate = small(config.gate_channels) if config.smear else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, smear_twin, ngram_index, embedding_twin, share_twin, norm_fork_twin,
-                             qkv_heads_twin, mlp_input_twin, mlp_twin, head_input, head_loss_twin)
+        self.part = compiled(config, device, smear_twin, ngram_index, embedding_twin, norm_fork_twin, qkv_heads_twin,
+                             mlp_input_twin, mlp_twin, head_input, head_loss_twin)
         self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
         self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
         if config.fused_residual and self.fp8_attention:                 # what FP8 products alone read is normed straight into FP8
@@ -520,30 +527,23 @@ class GPT(nn.Module):
         self.embedding.copy_(self.head)
         for value_table in self.value_tables:
             value_table.normal_(std=0.01, generator=generator)
-        for _, hashed in self.hashed().values():
-            hashed.zero_()
         growth = 1.1 ** 0.5                                              # of the residual and of what a layer adds to it alike
         self.residual_scalars.fill_(growth)
         self.attention_scalars.copy_(torch.tensor([0.5, 1.0 / growth]))
-        self.bigram_scalars.fill_(0.05 / growth)
-        if self.trigram_scalars is not None:
-            self.trigram_scalars.fill_(0.05)
+        if self.ngrams:
+            self.ngram_table.zero_()
+            self.ngram_scalars.fill_(0.05)
         self.scalars.copy_(torch.tensor([0.0, 0.5]))
-
-    def hashed(self) -> dict[str, tuple[int, nn.Parameter]]:
-        """The tables of which every rank holds some columns, each with the number of tokens that choose a row."""
-        tables = {"trigram_table": (3, self.trigram_table), "bigram_table": (2, self.bigram_table)}    # in the order of first use
-        return {name: (length, table) for name, (length, table) in tables.items() if table is not None}
 
     def weights(self) -> dict[str, Tensor]:
         """All weights by name, whole, on every rank; all of them must call."""
         weights = self.state_dict()
-        for name, (_, hashed) in self.hashed().items():
-            weights[name] = whole_rows(self.world.of_all_ranks(hashed.detach()), self.world.size)
+        if self.ngrams:
+            weights["ngram_table"] = whole_rows(self.world.of_all_ranks(self.ngram_table.detach()), self.world.size)
         return weights
 
     def parameter_count(self) -> int:
-        others = sum(hashed.numel() for _, hashed in self.hashed().values()) * (self.world.size - 1)      # columns of theirs
+        others = self.ngram_table.numel() * (self.world.size - 1) if self.ngrams else 0        # the columns of the other ranks
         return others + sum(p.numel() for p in self.parameters())
 
     def mlp_weights(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -560,28 +560,31 @@ class GPT(nn.Module):
         return qkv_weight(next(weights), scale_qkv, width) if qkv else None, mlp_weights(*weights, width) if hidden else None
 
     def heads(self, layer: Layer, x: Tensor, weight: Tensor, scale: Tensor, positions: tuple[Tensor, ...], value_row: Tensor | None,
-              value_gate: Tensor | None, term: Term | None, quantized: QKVWeight | None) -> tuple[Tensor, Tensor, Tensor]:
+              value_gate: Tensor | None, terms: tuple[Term, ...], quantized: QKVWeight | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (n, heads, qk_dim) and v (n, heads, head_dim), from the normed residual x (n, width).
 
-        `positions`: cos, sin (n, r) and where sequences start (n,). `term`: rows (n, head_dim) added to the first head's values.
+        `positions`: cos, sin (n, r) and where sequences start (n,). `terms`: rows (n, head_dim) added to the first heads' values, one a head.
         """
         config, run = self.config, self.part
-        form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window, () if term is None else (term,)
+        form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window, terms
         weight, into = weight[:-config.width], gradient(weight)[:-config.width]
         if self.fp8_attention:
             return fp8_qkv_heads(x, weight, scale, *positions, value_row, value_gate, *form, into, quantized)
         qkv, columns = scaled_linear(x, weight, scale, 0 if value_row is None else config.gate_channels // 2, into)
         return run[qkv_heads_twin](qkv, *positions, None if value_row is None else columns, value_row, value_gate, *form)
 
-    def received(self, exchange: ColumnExchange | None, scales: Tensor | None, share: Callable) -> list[Term | None]:
-        """What each layer adds of a hashed table's rows. They travel until the first layer asks for them; so may their gradients."""
-        return [None] * len(self.config.layers) if exchange is None else share(exchange.receive(), scales)
+    def received(self, exchange: ColumnExchange) -> list[tuple[Term, ...]]:
+        """What each layer adds to its first heads' values. It travels until the first layer asks for it; so may its gradient."""
+        if not self.ngrams:
+            return [()] * len(self.config.layers)
+        with_heads = share if self.fp8_attention or self.part[qkv_heads_twin] is qkv_heads else share_twin
+        return list(zip(*map(with_heads, exchange.receive().chunk(len(self.ngrams)), self.ngram_scalars)))
 
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None,
                 in_fp8: dict[int, tuple] | None = None) -> tuple[Tensor, Tensor]:
         """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32).
 
-        `reached` is told that a layer comes next (-2: the hashed tables, -1: the embedding, the layers' number: the head) and what
+        `reached` is told that a layer comes next (-2: the n-grams' table, -1: the embedding, the layers' number: the head) and what
         it reads: behind that tensor's gradient, all gradients of this and later layers are complete: autograd runs the latest first.
         `in_fp8` keeps the layers' weights in FP8 from one micro-batch for the next ones of a step.
         """
@@ -595,12 +598,12 @@ class GPT(nn.Module):
 
         sort = sort_beside if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
         by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
-        indices = {name: self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, length, len(hashed)))
-                   for name, (length, hashed) in self.hashed().items()}  # each rank looks its columns up for the tokens of all
+        if self.ngrams:                                                  # each rank looks its columns up for the tokens of all
+            index = self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, self.ngrams, len(self.ngram_table)))
         reached(-2, None)
-        exchanges = {name: ColumnExchange(self.world) for name in indices}
-        for name, index in indices.items():
-            exchanges[name].send(run[embedding_twin](self.hashed()[name][1], sort(index)))
+        exchange = ColumnExchange(self.world)
+        if self.ngrams:
+            exchange.send(run[embedding_twin](self.ngram_table, sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
         streams = [(run[smear_twin](rows, is_start, self.smear_gate, smear_share),)]       # streams[i]'s sum enters layer i, the last the head
@@ -615,17 +618,14 @@ class GPT(nn.Module):
             if i not in in_fp8:
                 in_fp8[i] = self.fp8_weights(i, scale_qkv)
             if i == 0:
-                with_heads = share if self.fp8_attention or run[qkv_heads_twin] is qkv_heads else share_twin
-                trigrams = self.received(exchanges.get("trigram_table"), self.trigram_scalars, with_heads)
+                terms = self.received(exchange)
             value = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
-            q, k, values = self.heads(layer, normed[source].pop(), self.bank[i], scale_qkv, positions, *value, trigrams[i], in_fp8[i][0])
+            q, k, values = self.heads(layer, normed[source].pop(), self.bank[i], scale_qkv, positions, *value, terms[i], in_fp8[i][0])
             y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             weight_out, into = (matrix[-config.width:] for matrix in (self.bank[i], gradient(self.bank[i])))
             update, _ = scaled_linear(y.flatten(1), weight_out, scale_out, 0, into)
-            if i == 0:
-                bigrams = self.received(exchanges.get("bigram_table"), self.bigram_scalars, run[share_twin])
-            entering = run[mlp_input_twin]((*streams[-1], update), bigrams[i], residuals[i])     # the first of two is written over in bf16
+            entering = run[mlp_input_twin]((*streams[-1], update), residuals[i])         # the first of two is written over in bf16
             streams.append(run[mlp_twin](*entering, *self.mlp_weights(i), self.fp8_mlp, config.fp8_weight_grads, in_fp8[i][1]))
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
@@ -676,7 +676,6 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
     """Which parameters get which algorithm, rate and decay: the one table of the optimizer."""
     last, valued = len(config.layers), list(model.value_index)
     each, both = list(range(last)), [layer for layer in range(last) for _ in range(2)]
-    by_row = 0.0, config.table_beta2
 
     def adam(name: str, params: list, layers: list[int], lr: float, betas: tuple[float, float], decay: float = 0.0, **more) -> Group:
         params = [p for p in params if p is not None and p.numel()]
@@ -693,8 +692,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
     groups = [
         # name, parameters                                              first use   lr    betas          decay
-        small("scalars", [model.attention_scalars, model.bigram_scalars, model.trigram_scalars,
-                          model.scalars],                                           5.0,  (0.90, 0.99)),
+        small("scalars", [model.attention_scalars, model.ngram_scalars, model.scalars],      5.0,  (0.90, 0.99)),
         small("residual scalars", [model.residual_scalars],                         5.0,  (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                                     0.01, (0.90, 0.99)),
         small("value gates", [model.value_gates],                                   1.0,  (0.90, 0.99)),
@@ -703,8 +701,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
         adam("value tables", list(model.value_tables),    valued, config.value_lr,   (0.75, 0.99),  5.0),
-        adam("bigram table", [model.bigram_table],        [-1],   config.bigram_lr,  by_row,        5.0, local=True),
-        adam("trigram table", [model.trigram_table],      [-1],   config.trigram_lr, by_row,        5.0, local=True),
+        adam("n-gram table", [model.ngram_table],         [-1],   config.ngram_lr,   (0.00, config.ngram_beta2), 5.0, local=True),
     ]
     return [group for group in groups if group.params]
 
@@ -750,13 +747,13 @@ class Shard:
             self.grad = torch.zeros_like(self.weight)
         self.lost_bits = torch.zeros_like(self.weight, dtype=torch.int16) if dtype == torch.bfloat16 else None
         by_row = group.algorithm == "row adam"                           # it has no momentum but for each row the last step
-        sharing = self.weight[..., :1] if muon else self.weight[::config.table_block] if by_row else self.weight      # a mean square
+        sharing = self.weight[..., :1] if muon else self.weight[::config.ngram_block] if by_row else self.weight      # a mean square
         self.second = torch.zeros_like(sharing, dtype=torch.float32)
         self.momentum = torch.zeros(len(group.params[0]) if by_row else self.weight.shape, device=device)
         self.steps = torch.zeros((), device=device)
-        self.marked = torch.zeros(len(self.momentum), device=device, dtype=torch.bool) if by_row else None
+        self.touched = no_rows(group.params[0], len(config.ngrams) * max(config.batch_tokens) * config.adam_every) if by_row else ()
         if by_row:
-            group.params[0].marked_rows = self.marked                    # where `embedding` marks the rows to which it adds a gradient
+            group.params[0].touched = self.touched                       # where `embedding` lists the rows to which it adds a gradient
         if muon:
             self.shape = torch.Size([-1, unit[1] if group.squares else unit[0], unit[1]])
             lr = torch.tensor(group.matrix_lr + [1.0] * (first - len(group.matrix_lr)), device=device)
@@ -771,7 +768,7 @@ class Shard:
         if group.algorithm == "row adam":                                # sets to zero only what is not
             table = group.params[0]
             own = [x if x is None else x[:table.numel()].view(table.shape) for x in own]
-            by_row = self.second[:table.numel() // config.table_block].view(len(table), -1), self.momentum, self.marked
+            by_row = self.second[:table.numel() // config.ngram_block].view(len(table), -1), self.momentum, self.touched
             part[row_adam_twin](*own, *by_row, self.steps, healthy, lr * group.lr, decay, group.betas[1], config.cautious)
             return
         if group.algorithm == "adam":
@@ -787,7 +784,7 @@ class Shard:
     def state(self) -> list[Tensor]:
         """All that a step changes."""
         own = [self.weight] if self.weight is not self.weights else []
-        rest = (self.grads, self.marked, self.lost_bits, self.momentum, self.second, self.steps)
+        rest = (self.grads, *self.touched, self.lost_bits, self.momentum, self.second, self.steps)
         return [x for x in (self.weights, *own, *rest) if x is not None]
 
 
@@ -803,7 +800,7 @@ class Optimizer:
         computes  look up n-grams, embed, layer 0 … head | head, layer 7, … layer 1, layer 0, embed | update n-grams | MLPs | … | last table
         wire      gather embed, 0, n-grams, 1, … head    | loss, head, sum of 7 … 1,  n-grams, 0, scalars, embed … last table
 
-    N-grams are rows of tables of which every rank holds and updates its own columns (`ColumnExchange`), so nobody sums or gathers them.
+    N-grams are rows of a table of which every rank holds and updates its own columns (`ColumnExchange`), so nobody sums or gathers them.
     The updates run beside each other and the end of the backward pass, each as soon as the loss and its own sums are there.
     Gathered is what the step before this one updated, just before the layer that needs it (`weights_needed`, first micro-batch);
     a layer's gradients are summed as soon as they are complete (`gradients_complete`, last micro-batch). So a rank's weights
@@ -1007,13 +1004,13 @@ class Trainer:
     """Model, optimizer and data: the one step function, of the warm-up and of the run, and the one validation."""
 
     def __init__(self, config: Config, world: World):
-        columns = math.gcd(config.width, config.head_dim) if config.trigram_rows else config.width
+        columns = config.head_dim if config.ngram_rows else 0            # of the n-grams' table
         if config.micro_batches % world.size or columns % world.size:
             divisors = [str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == columns % n == 0]
-            raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step and the width, "
-                            f"{config.width}; use {', '.join(divisors)} ranks or another --micro_batches")
-        if columns // world.size % config.table_block or config.table_block & (config.table_block - 1):
-            raise UserError(f"--table_block {config.table_block}: use a power of two that divides {columns // world.size}, a table's columns a rank")
+            raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step and the width of a head, "
+                            f"{columns}; use {', '.join(divisors)} ranks or another --micro_batches")
+        if columns // world.size % config.ngram_block or config.ngram_block & (config.ngram_block - 1):
+            raise UserError(f"--ngram_block {config.ngram_block}: use a power of two that divides {columns // world.size}, a rank's columns")
         self.config, self.world = config, world
         world.choose_collectives(config.peer_copies)
         self.schedule = Schedule(config)
@@ -1109,7 +1106,7 @@ class Trainer:
         return [*(range(every, last, every) if every else ()), last]
 
 
-def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> None:
+def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> Report:
     """The timed run: every step of the schedule, validation off the clock, the summary."""
     clock = Clock(trainer.world.device)
     report = Report(trainer, log, clock)
@@ -1129,9 +1126,10 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> None:
     finally:
         report.bar.close()
     summarise(trainer, log, report, startup)
+    return report
 
 
-def run(config: Config, world: World, started: float) -> None:
+def run(config: Config, world: World, started: float) -> Report:
     """One training run, in the process that `started` then (seconds since the epoch)."""
     trainer = Trainer(config, world)
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
@@ -1151,7 +1149,7 @@ def run(config: Config, world: World, started: float) -> None:
     begin = time.time()
     trainer.warm_up()
     startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}
-    train(trainer, log, startup)
+    report = train(trainer, log, startup)
     if config.save:
         trainer.optimizer.untie()
         weights = trainer.model.weights()
@@ -1160,6 +1158,7 @@ def run(config: Config, world: World, started: float) -> None:
                 with open(f"{config.save}.part", "wb") as f:
                     torch.save(weights, f)
                 os.replace(f"{config.save}.part", config.save)
+    return report
 
 
 def main(argv: list[str] | None = None) -> int:

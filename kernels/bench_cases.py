@@ -149,8 +149,8 @@ def head_cases(width: int = 768) -> Iterator[Case]:
                    check_inputs=partial(inputs, 1024, vocabulary), exact=exact)
 
 
-def embedding_cases(width: int = 768) -> Iterator[Case]:
-    def inputs(rows: int, tokens: int) -> tuple:
+def embedding_cases() -> Iterator[Case]:
+    def inputs(rows: int, tokens: int, width: int) -> tuple:
         index = (rows ** torch.rand(tokens, device="cuda")).long() - 1          # the k-th row about as often as 1/k, as words are
         return random(rows, width), random(tokens, width), index
 
@@ -160,10 +160,10 @@ def embedding_cases(width: int = 768) -> Iterator[Case]:
     def dense(out: Tensor, grad: Tensor, index: Tensor) -> Tensor:
         return out.add_(torch.ops.aten.embedding_dense_backward(grad, index, len(out), -1, False))
 
-    for tokens in (16384, 49152):
-        for rows in (50304, 377280):
-            yield Case("embedding's gradient, with the sort", f"{tokens} of {rows} × {width}", partial(inputs, rows, tokens),
-                       kernel, dense, 0.0, 6.0 * tokens * width, configs=embedding.CONFIGS)
+    for tokens, rows, width in ((16384, 50304, 768), (49152, 50304, 768), (16384, 377280, 768), (49152, 377280, 768),
+                                (196608, 33554432, 32), (589824, 33554432, 32)):
+        yield Case("embedding's gradient, with the sort", f"{tokens} of {rows} × {width}", partial(inputs, rows, tokens, width),
+                   kernel, dense, 0.0, 6.0 * tokens * width, configs=embedding.CONFIGS)
     for tokens, rows, width in ((65536, 33554432, 32), (196608, 33554432, 32), (65536, 1572864, 192), (196608, 1572864, 192)):
         yield Case("rows of a narrow table", f"{tokens} of {rows} × {width}",
                    lambda n=tokens, rows=rows, width=width: (random(rows, width), torch.randint(rows, (n,), device="cuda")),
@@ -172,29 +172,30 @@ def embedding_cases(width: int = 768) -> Iterator[Case]:
 
 
 def row_adam_cases() -> Iterator[Case]:
-    def inputs(rows: int, read: int, width: int) -> tuple:
+    def inputs(rows: int, read: int, width: int, block: int) -> tuple:
         index = torch.randint(rows, (read,), device="cuda").unique()
         lost, grad = (torch.zeros(rows, width, device="cuda", dtype=dtype) for dtype in (torch.int16, torch.bfloat16))
-        last, marked = torch.zeros(rows, device="cuda"), torch.zeros(rows, device="cuda", dtype=torch.bool)
-        state = lost, grad, torch.rand(rows, width, device="cuda"), last, marked, torch.tensor(9.0, device="cuda")
-        return random(rows, width), *state, index, random(len(index), width)
+        state = lost, grad, torch.rand(rows, width // block, device="cuda"), torch.zeros(rows, device="cuda"), torch.tensor(9.0, device="cuda")
+        _, count, listed = embedding.no_rows(grad, 0)
+        return random(rows, width), *state, count, listed, index, random(len(index), width)
 
     def run(function: Callable) -> Callable:
         numbers = [torch.tensor(number, device="cuda") for number in (True, 0.01, 0.1)]
 
-        def update(weight: Tensor, lost: Tensor, grad: Tensor, second: Tensor, last: Tensor, marked: Tensor, steps: Tensor,
-                   index: Tensor, rows: Tensor, **tuned) -> Tensor:
+        def update(weight: Tensor, lost: Tensor, grad: Tensor, second: Tensor, last: Tensor, steps: Tensor, count: Tensor,
+                   listed: Tensor, index: Tensor, rows: Tensor, **tuned) -> Tensor:
             grad.view(torch.int64).index_copy_(0, index, rows.view(torch.int64))         # it ends as zero; 8 bytes at a time
-            marked.index_fill_(0, index, True)
-            function(weight, lost, grad, second, last, marked, steps, *numbers, 0.95, True, **tuned)
+            touched = embedding.Touched(index.int(), count.fill_(len(index)), listed)
+            function(weight, lost, grad, second, last, touched, steps, *numbers, 0.95, True, **tuned)
             return weight
         return update
 
-    for rows, read, width in ((377280, 100_000, 192), (377280, 400_000, 192), (1509120, 100_000, 192), (1509120, 400_000, 192),
-                              (33554432, 400_000, 32)):
+    for rows, read, width, block in ((377280, 100_000, 192, 1), (1509120, 100_000, 192, 1), (1509120, 400_000, 192, 1),
+                                     (6291456, 100_000, 192, 16), (33554432, 100_000, 32, 16), (33554432, 400_000, 32, 16)):
         touched = rows * (1 - (1 - 1 / rows) ** read)
-        yield Case("Adam on the rows read, and a copy of their gradients", f"{read} of {rows} × {width}", partial(inputs, rows, read, width),
-                   row_adam.row_adam, row_adam.row_adam_twin, 0.0, 1.0 * rows + 24.0 * width * touched, wrap=run,
+        yield Case("Adam on the rows read, and a copy of their gradients", f"{read} of {rows} × {width} / {block}",
+                   partial(inputs, rows, read, width, block),
+                   row_adam.row_adam, row_adam.row_adam_twin, 0.0, (16.0 + 8.0 / block) * width * touched, wrap=run,
                    exact=lambda weight, lost, *state: run(row_adam.row_adam_twin)(weight, None, *state), configs=row_adam.CONFIGS)
 
 

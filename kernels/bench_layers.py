@@ -97,9 +97,9 @@ def attention_inputs_cases(width: int = 768, heads: int = 6, head_dim: int = 128
                    baseline=attention_inputs, wrap=wrap, exact=wrap(twin), compile=False)
 
 
-def into_the_mlp(enter: Callable, share: Callable = shared_rows.share_twin) -> Callable:
-    def run(x: Tensor, update: Tensor, rows: Tensor, row_scales: Tensor, scales: Tensor, *_, **tuned) -> tuple[Tensor, Tensor]:
-        return enter((x, update), share(rows, row_scales)[0], scales, **tuned)[:2]
+def into_the_mlp(enter: Callable) -> Callable:
+    def run(x: Tensor, update: Tensor, scales: Tensor, *_, **tuned) -> tuple[Tensor, Tensor]:
+        return enter((x, update), scales, **tuned)[:2]
     return run
 
 
@@ -127,11 +127,10 @@ def gradients(function: Callable, inputs: int) -> Callable:
 
 
 def residual_cases(width: int = 768) -> Iterator[Case]:
-    kernel, twin = into_the_mlp(residual.mlp_input, shared_rows.share), into_the_mlp(residual.mlp_input_twin, shared_rows.share_twin)
+    kernel, twin = into_the_mlp(residual.mlp_input), into_the_mlp(residual.mlp_input_twin)
 
     def inputs(n: int) -> tuple:
-        scales = torch.tensor([0.05], device="cuda"), torch.tensor([1.05, 0.95], device="cuda")
-        return *(random(n, width) for _ in range(3)), *scales, random(n, width), random(n, width)
+        return random(n, width), random(n, width), torch.tensor([1.05, 0.95], device="cuda"), random(n, width), random(n, width)
 
     def backward_inputs(n: int) -> tuple:
         rms, scales = torch.rand(n, device="cuda") + 0.5, torch.tensor([1.05, 0.95], device="cuda")
@@ -148,13 +147,12 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
     def fork(function: Callable, count: int) -> Callable:
         return lambda *tensors: function(tensors[:count])
 
-    into = partial(gradients, inputs=5)
+    into = partial(gradients, inputs=3)
     for n in (16384, 49152):
         shape, one = f"{n} × {width}", 2.0 * n * width
-        yield Case("into the MLP", shape, partial(inputs, n), into_the_mlp(residual.residual), into_the_mlp(residual.mlp_input_twin),
-                   0.0, 5 * one, configs=residual.CONFIGS)
-        yield Case("into the MLP, both ways, one layer", shape, partial(inputs, n), kernel, twin, 0.0, 12 * one, wrap=into,
-                   exact=into(twin))
+        yield Case("into the MLP", shape, partial(inputs, n), into_the_mlp(residual.residual), twin, 0.0, 4 * one,
+                   configs=residual.CONFIGS)
+        yield Case("into the MLP, both ways", shape, partial(inputs, n), kernel, twin, 0.0, 8 * one, wrap=into, exact=into(twin))
         yield Case("out of the MLP", shape, partial(backward_inputs, n), out_of_the_mlp, out_of_the_mlp_twin, 0.0, 4 * one,
                    configs=residual.BACKWARD_CONFIGS)
         for count, name in ((1, "the residual"), (2, "residual + update")):
@@ -172,12 +170,11 @@ def fp8_residual_cases(width: int = 768) -> Iterator[Case]:
     norm_scale = torch.tensor(normed_scale(width), device="cuda")
 
     def inputs(n: int) -> tuple:
-        scales = torch.tensor(0.05, device="cuda"), torch.tensor([1.05, 0.95], device="cuda")
-        return *(random(n, width) for _ in range(3)), *scales
+        return random(n, width), random(n, width), torch.tensor([1.05, 0.95], device="cuda")
 
     def of_tensors(function: Callable) -> Callable:
-        def run(x: Tensor, update: Tensor, rows: Tensor, row_scale: Tensor, scales: Tensor, **tuned) -> tuple[Tensor, ...]:
-            return function((x, update), shared_rows.Term(rows, row_scale), scales, **tuned)[:3]
+        def run(x: Tensor, update: Tensor, scales: Tensor, **tuned) -> tuple[Tensor, ...]:
+            return function((x, update), scales, **tuned)[:3]
         return run
 
     def two(*args) -> tuple[Tensor, ...]:
@@ -199,7 +196,7 @@ def fp8_residual_cases(width: int = 768) -> Iterator[Case]:
     for n in (16384, 49152):
         shape, one = f"{n} × {width}", 2.0 * n * width
         yield Case("normed into FP8 both ways (against two kernels)", shape, partial(inputs, n), of_tensors(residual_fp8.residual_fp8),
-                   of_tensors(residual_fp8.residual_fp8_reference), 0.0, 5 * one, exact=of_tensors(exact), baseline=of_tensors(two),
+                   of_tensors(residual_fp8.residual_fp8_reference), 0.0, 4 * one, exact=of_tensors(exact), baseline=of_tensors(two),
                    compile=False, configs=residual_fp8.CONFIGS)
         yield Case("its gradient, from the sum (against from the norm)", shape, partial(back_inputs, n),
                    partial(out_of_the_mlp, normed=False), back_twin, 0.0, 4 * one, baseline=out_of_the_mlp, compile=False,

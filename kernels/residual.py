@@ -1,10 +1,8 @@
-"""y = a (Σ addends + b row) gives c y and y / rms(y), in one pass; and back: one gradient for all addends, in one pass.
+"""y = a Σ addends gives c y and y / rms(y), in one pass; and back: one gradient for all addends, in one pass.
 
-Between attention and MLP a layer adds to the residual what attention gave and a row that all layers share, each with a b of its
-own. As a scales all of them, the addends have the same gradient, written once. Backward reads y from its normed self, which the
-MLP keeps anyway, and one number a token: 3 tensors in, 1 out, where residual, attention's part and row would make 5 in.
-
-The rows' and each b's gradients are `kernels.shared_rows`'s; here a layer only leaves its addends' gradient behind for it.
+Between attention and MLP a layer adds to the residual what attention gave. As a scales all of them, the addends have the same gradient,
+written once. Backward reads y from its normed self, which the MLP keeps anyway, and one number a token: 3 tensors in, 1 out, where
+residual and attention's part would make 4 in.
 
 Where an FP8 MLP alone reads the norm, it is never written in bfloat16 (`kernels.residual_fp8`): backward then has y from c y.
 `norm_fork` is the same two kernels for norm(y) beside y = Σ addends: the gradients of both meet in the kernel. What an FP8 MLP gives
@@ -15,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import check, tl, triton
-from kernels.shared_rows import Term
 
 CONFIGS = [(1, 4), (1, 2), (2, 4), (4, 8), (2, 8)]                       # (tokens a tile, warps); the first is used
 # And (tokens a tile, columns a chunk, warps, programs a multiprocessor): with a warp a token sums need no other warp, and chunks of 256
@@ -35,10 +32,9 @@ def add_up(addends: Addends) -> Tensor:
     return sum(addends[1:], addends[0])                                  # one addend is its sum itself, no copy
 
 
-def mlp_input_twin(addends: Addends, term: Term | None, scales: Tensor) -> tuple[Tensor, Tensor]:
+def mlp_input_twin(addends: Addends, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch twin of `mlp_input`."""
-    x = add_up(addends)
-    x = scales[0] * (x if term is None else x + term.scale * term.rows)
+    x = scales[0] * add_up(addends)
     return scales[1] * x, norm(x)
 
 
@@ -48,28 +44,23 @@ def norm_fork_twin(addends: Addends, readers: int = 1) -> tuple[Tensor, ...]:
 
 
 @triton.jit
-def scaled_sum(addends, rows_ptr, a, b, start, at, inside):
-    """a (Σ addends + b row) in float32, of the elements `at` counted from `start`."""
+def summed(addends, start, at, inside):
+    """Σ addends in float32, of the elements `at` counted from `start`."""
     y = tl.zeros(at.shape, tl.float32)
     for i in tl.static_range(len(addends)):
         y += tl.load(addends[i] + start + at, mask=inside, other=0.0).to(tl.float32)
-    if rows_ptr is not None:
-        y += b * tl.load(rows_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
-    return a * y
+    return y
 
 
 @triton.jit
-def residual_kernel(addends, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, norm_ptr, rms_ptr, n, width, eps,
-                    ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def residual_kernel(addends, scales_ptr, out_ptr, norm_ptr, rms_ptr, n, width, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
     at, inside = row.to(tl.int64)[:, None] * width + column, (row < n)[:, None] & (column < width)
-    a, b, c = 1.0, 0.0, 1.0
-    if rows_ptr is not None:
-        b = tl.load(rows_scale_ptr)
+    a, c = 1.0, 1.0
     if scales_ptr is not None:
         a, c = tl.load(scales_ptr), tl.load(scales_ptr + 1)
-    y = scaled_sum(addends, rows_ptr, a, b, 0, at, inside)
+    y = a * summed(addends, 0, at, inside)
     if out_ptr is not None:
         tl.store(out_ptr + at, (c * y).to(out_ptr.dtype.element_ty), mask=inside)
     rms = tl.sqrt(tl.sum(y * y, axis=1) / width + eps)
@@ -95,7 +86,7 @@ def residual_backward_kernel(out_grad_ptr, norm_grads, kept_ptr, rms_ptr, scales
             column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             at, inside = start + column, live & (column < width)
             normed = tl.load(kept_ptr + at, mask=inside, other=0.0).to(tl.float32) * to_norm
-            norm_grad = scaled_sum(norm_grads, None, 1.0, 0.0, 0, at, inside)
+            norm_grad = summed(norm_grads, 0, at, inside)
             along += tl.sum(norm_grad * normed, axis=1) / width
             held += ((normed, norm_grad, tl.load(out_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)),)
         for chunk in tl.static_range(CHUNKS):
@@ -111,32 +102,27 @@ def residual_backward_kernel(out_grad_ptr, norm_grads, kept_ptr, rms_ptr, scales
         tl.store(sums_ptr + 2 * tl.program_id(0) + 1, tl.sum(sums_c))
 
 
-def _check(x: Tensor, scales: Tensor | None, **others: Tensor | None) -> None:
+def _check(x: Tensor, scales: Tensor | None, **others: Tensor) -> None:
     check(x.ndim == 2 and x.is_contiguous() and x.shape[1] <= 8192 and x.dtype in (torch.bfloat16, torch.float16, torch.float32),
           "x", x, "contiguous, (n, width <= 8192) in bf16, fp16 or float32")
     for name, tensor in others.items():
-        check(tensor is None or tensor.shape == x.shape and tensor.dtype == x.dtype and tensor.is_contiguous(), name, tensor, "like x")
+        check(tensor.shape == x.shape and tensor.dtype == x.dtype and tensor.is_contiguous(), name, tensor, "like x")
     check(scales is None or scales.shape == (2,) and scales.dtype == torch.float32 and scales.is_contiguous(), "scales", scales,
           "two float32")
 
 
-def check_addends(addends: Addends, term: Term | None, scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The rows of `term` and their scale."""
-    (x, *updates), (rows, b) = addends, (None, None) if term is None else term[:2]
-    _check(x, scales, rows=rows, **{f"addends[{i}]": update for i, update in enumerate(updates, 1)})
-    check(b is None or b.numel() == 1 and b.dtype == torch.float32, "scale", b, "one float32")
-    return rows, b
+def check_addends(addends: Addends, scales: Tensor | None) -> None:
+    _check(addends[0], scales, **{f"addends[{i}]": update for i, update in enumerate(addends[1:], 1)})
 
 
-def residual(addends: Addends, term: Term | None = None, scales: Tensor | None = None,
-             tuned: tuple[int, int] | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
+def residual(addends: Addends, scales: Tensor | None = None, tuned: tuple[int, int] | None = None) -> tuple[Tensor | None, Tensor, Tensor]:
     """c y and norm(y), like an addend, and rms(y) (n,) float32; c y is None where it is the only addend itself."""
-    (rows, b), x = check_addends(addends, term, scales), addends[0]
-    (n, width), (tile, warps) = x.shape, tuned or CONFIGS[0]
-    out = torch.empty_like(x) if addends[1:] or term or scales is not None else None
+    check_addends(addends, scales)
+    x, (n, width), (tile, warps) = addends[0], addends[0].shape, tuned or CONFIGS[0]
+    out = torch.empty_like(x) if addends[1:] or scales is not None else None
     normed, rms = torch.empty_like(x), x.new_empty(n, dtype=torch.float32)
     if x.numel():
-        residual_kernel[triton.cdiv(n, tile),](tuple(addends), rows, b, scales, out, normed, rms, n, width, EPS, ROWS=tile,
+        residual_kernel[triton.cdiv(n, tile),](tuple(addends), scales, out, normed, rms, n, width, EPS, ROWS=tile,
                                                COLUMNS=triton.next_power_of_2(width), num_warps=warps)
     return out, normed, rms
 
@@ -164,28 +150,25 @@ def residual_backward(out_grad: Tensor, norm_grad: Tensor | tuple[Tensor, ...], 
 
 class MLPInput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor | None, term: Term | None, scales: Tensor, *addends: Tensor) -> tuple[Tensor, Tensor]:
-        out, normed, rms = residual(addends, term, scales)
+    def forward(ctx, scales: Tensor, *addends: Tensor) -> tuple[Tensor, Tensor]:
+        out, normed, rms = residual(addends, scales)
         ctx.save_for_backward(normed, rms, scales)
-        ctx.count, ctx.left = len(addends), None if term is None else term[2:]
+        ctx.count = len(addends)
         return out, normed
 
     @staticmethod
-    def backward(ctx, out_grad: Tensor, norm_grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, out_grad: Tensor, norm_grad: Tensor) -> tuple[Tensor, ...]:
         normed, rms, scales = ctx.saved_tensors
         grad, sums = residual_backward(out_grad, norm_grad, normed, rms, scales)
-        if ctx.left is not None:
-            grads, layer = ctx.left
-            grads[layer] = grad
-        return None, None, sums, *[grad] * ctx.count
+        return sums, *[grad] * ctx.count
 
 
-def mlp_input(addends: Addends, term: Term | None, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The residual that passes the MLP by, c y, and what the MLP sees, norm(y), where y = a (Σ addends + term).
+def mlp_input(addends: Addends, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual that passes the MLP by, c y, and what the MLP sees, norm(y), where y = a Σ addends.
 
-    Addends contiguous; `term` from `share`; `scales` (2,) float32: a and c. The first result may be written over.
+    Addends contiguous; `scales` (2,) float32: a and c. The first result may be written over.
     """
-    return MLPInput.apply(None if term is None else term.rows, term, scales, *addends)
+    return MLPInput.apply(scales, *addends)
 
 
 class NormFork(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""y = a (Σ addends + b row) gives c y, and q = fp8(y / rms(y) / scale) with its transpose, in one pass: what FP8 products read.
+"""y = a Σ addends gives c y, and q = fp8(y / rms(y) / scale) with its transpose, in one pass: what FP8 products read.
 
 `kernels.residual` writes norm(y) in bfloat16, which `kernels.quantize` then reads to write q and qᵀ; nobody else reads it but the norm's
 own backward, and that has y from c y, which exists anyway. So q and qᵀ stand in norm(y)'s place: as many bytes written, 75 MB for
@@ -16,30 +16,28 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.quantize import Quantized, normed_scale, packed, quantize_reference
-from kernels.residual import EPS, Addends, check_addends, mlp_input_twin, norm_fork_twin, residual_backward, scaled_sum
-from kernels.shared_rows import Term
+from kernels.residual import EPS, Addends, check_addends, mlp_input_twin, norm_fork_twin, residual_backward, summed
 
 # (tokens a program, warps, most registers a thread); of tokens, a multiple of 16, 32 fill a sector of a transposed row. The first is used;
-# where a row is longer than LONG, the last, which holds 2,048 columns. Registers of width 768, three addends and a row (Triton 3.6, sm_90):
+# where a row is longer than LONG, the last, which holds 2,048 columns. Registers of width 768, of three addends and, when
+# measured, a shared row (Triton 3.6, sm_90):
 CONFIGS = [(32, 16, 64), (32, 16, None), (16, 8, None),                  # 64 (16 bytes a thread spilled, for a second program a
            (64, 16, None), (32, 8, None), (16, 16, None)]                # multiprocessor: 100 µs for 125), 114, 80; 128, 211, 63
 COLUMNS, LONG = 256, 1024                                                # a chunk's: 16 bytes of bfloat16 for each thread of a warp
 
 
-def residual_fp8_reference(addends: Addends, term: Term | None = None, scales: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def residual_fp8_reference(addends: Addends, scales: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch twin of `residual_fp8`, without its last result."""
     wide = torch.promote_types(addends[0].dtype, torch.float32)
     addends, dtype = tuple(addend.to(wide) for addend in addends), addends[0].dtype
-    x, normed = norm_fork_twin(addends)[::-1] if scales is None else mlp_input_twin(addends, term, scales)
+    x, normed = norm_fork_twin(addends)[::-1] if scales is None else mlp_input_twin(addends, scales)
     return x.to(dtype), *quantize_reference(normed, torch.tensor(normed_scale(x.size(1)), device=x.device), in_pairs=True)
 
 
 @triton.jit
-def residual_fp8_kernel(addends, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, norm_ptr, transposed_ptr, rms_ptr, n, width, eps, to_fp8,
+def residual_fp8_kernel(addends, scales_ptr, out_ptr, norm_ptr, transposed_ptr, rms_ptr, n, width, eps, to_fp8,
                         PAIRS: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr):
-    a, b, c = 1.0, 0.0, 1.0
-    if rows_ptr is not None:
-        b = tl.load(rows_scale_ptr)
+    a, c = 1.0, 1.0
     if scales_ptr is not None:
         a, c = tl.load(scales_ptr), tl.load(scales_ptr + 1)
     first, pair = tl.program_id(0).to(tl.int64) * (2 * PAIRS), tl.arange(0, PAIRS)
@@ -50,7 +48,7 @@ def residual_fp8_kernel(addends, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, 
         for chunk in tl.static_range(CHUNKS):
             column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             at, inside = row[:, None] * width + column, live[:, None] & (column < width)
-            y = scaled_sum(addends, rows_ptr, a, b, start, at, inside)
+            y = a * summed(addends, start, at, inside)
             if out_ptr is not None:
                 tl.store(out_ptr + start + at, (c * y).to(out_ptr.dtype.element_ty), mask=inside)
             squares += tl.sum(y * y, axis=1)
@@ -69,34 +67,34 @@ def residual_fp8_kernel(addends, rows_ptr, rows_scale_ptr, scales_ptr, out_ptr, 
 
 
 def residual_fp8(
-    addends: Addends,  # from here on to scales as `mlp_input` takes them; tokens a multiple of 16
-    term: Term | None = None,
+    addends: Addends,  # and scales as `mlp_input` takes them; tokens a multiple of 16
     scales: Tensor | None = None,  # None: 1 and 1
     tuned: tuple[int, int, int | None] | None = None,
 ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """c y like an addend (n, width), None where it is the only addend itself; q and `paired` qᵀ (width, n); rms(y) (n,) float32."""
-    (rows, b), x = check_addends(addends, term, scales), addends[0]
-    (n, width), (tile, warps, registers) = x.shape, tuned or CONFIGS[0 if x.shape[1] <= LONG else -1]
+    check_addends(addends, scales)
+    x, (n, width) = addends[0], addends[0].shape
+    tile, warps, registers = tuned or CONFIGS[0 if width <= LONG else -1]
     check(n % 16 == 0, "x", x, "of a multiple of 16 tokens, to be paired")
-    out = torch.empty_like(x) if addends[1:] or term or scales is not None else None
+    out = torch.empty_like(x) if addends[1:] or scales is not None else None
     rms = x.new_empty(n, dtype=torch.float32)
     q, transposed = (torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device) for shape in ((n, width), (width, n)))
     if x.numel():
         residual_fp8_kernel[triton.cdiv(n, tile),](
-            tuple(addends), rows, b, scales, out, q, transposed.view(torch.int16), rms, n, width, EPS, 1 / normed_scale(width),
+            tuple(addends), scales, out, q, transposed.view(torch.int16), rms, n, width, EPS, 1 / normed_scale(width),
             PAIRS=tile // 2, COLUMNS=COLUMNS, CHUNKS=triton.cdiv(width, COLUMNS), num_warps=warps, maxnreg=registers)
     return out, q, transposed, rms
 
 
 class ResidualFP8(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor | None, term: Term | None, scales: Tensor | None, readers: int, *addends: Tensor) -> tuple[Tensor, ...]:
-        out, q, transposed, rms = residual_fp8(addends, term, scales)
+    def forward(ctx, scales: Tensor | None, readers: int, *addends: Tensor) -> tuple[Tensor, ...]:
+        out, q, transposed, rms = residual_fp8(addends, scales)
         out = addends[0] if out is None else out
         ctx.save_for_backward(out, rms, scales)
         ctx.mark_non_differentiable(q, transposed)
         ctx.set_materialize_grads(False)                                 # of these two autograd would make zeros, 75 MB for nobody
-        ctx.count, ctx.left = len(addends), None if term is None else term[2:]
+        ctx.count = len(addends)
         return out, q, transposed, *(out.new_empty(()).expand_as(out) for _ in range(readers))
 
     @staticmethod
@@ -105,19 +103,16 @@ class ResidualFP8(torch.autograd.Function):
         out_grad = torch.zeros_like(out) if out_grad is None else out_grad
         norm_grads = tuple(grad for grad in norm_grads if grad is not None) or (torch.zeros_like(out),)
         grad, sums = residual_backward(out_grad, norm_grads, out, rms, scales, normed=False)
-        if ctx.left is not None:
-            grads, layer = ctx.left
-            grads[layer] = grad
-        return None, None, sums, None, *[grad] * ctx.count
+        return sums, None, *[grad] * ctx.count
 
 
-def mlp_input_fp8(addends: Addends, term: Term | None, scales: Tensor) -> tuple[Tensor, Quantized]:
+def mlp_input_fp8(addends: Addends, scales: Tensor) -> tuple[Tensor, Quantized]:
     """`mlp_input` for an MLP whose products are all FP8. Nobody may write over the first result."""
-    x, q, transposed, stand_in = ResidualFP8.apply(None if term is None else term.rows, term, scales, 1, *addends)
+    x, q, transposed, stand_in = ResidualFP8.apply(scales, 1, *addends)
     return x, Quantized(stand_in, q, transposed)
 
 
 def norm_fork_fp8(addends: Addends, readers: int = 1) -> tuple[Quantized | Tensor, ...]:
     """`norm_fork` for FP8 products. Each reader has a stand-in of its own: their gradients are added where the norm's is made."""
-    x, q, transposed, *stand_ins = ResidualFP8.apply(None, None, None, readers, *addends)
+    x, q, transposed, *stand_ins = ResidualFP8.apply(None, readers, *addends)
     return *(Quantized(stand_in, q, transposed) for stand_in in stand_ins), x

@@ -1,12 +1,12 @@
-"""Rows that every layer adds, times a scalar of its own: their gradient Σ b_i grad_i over the layers and each b_i's, Σ rows · grad_i.
+"""Rows that every layer adds to a head's values, times a scalar b_i: their gradient Σ b_i grad_i over layers, and b_i's, Σ rows · grad_i.
 
 grad_i is what layer i's kernel returns for what it added the rows to. Layers therefore only leave grad_i behind (`Term`), and when the
 last has run, one kernel reads rows and all of them: 13 tensors cross memory for 11 layers, where adding layer by layer moves 32 and
-rounds each sum. (8 layers: 10 and 23.) For a bigram's row the tensors are as wide as the residual; for a trigram's, as a head, and grad_i
-is some columns of the gradient of values (`kernels.qkv`), read where it stands: nothing is copied, but that gradient, 75 MB a layer for
-49,152 tokens of 768 channels in bf16, lives until the last layer has run. For 8 layers of heads of 128 channels the kernel moves 126 MB.
+rounds each sum. (8 layers: 10 and 23.) The tensors are as wide as a head, and grad_i is some columns of the gradient of values
+(`kernels.qkv`), read where it stands: nothing is copied, but that gradient, 75 MB a layer for 49,152 tokens of 768 channels in bf16, lives
+until the last layer has run. For 8 layers of heads of 128 channels the kernel moves 126 MB.
 
-No atomics: all sums have one order, repeated runs are bit-equal. Times: README.md; for columns of a gradient not measured yet.
+No atomics: all sums have one order, repeated runs are bit-equal. Times: README.md.
 """
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -100,9 +100,9 @@ class Share(torch.autograd.Function):
 
 
 def share(rows: Tensor, scales: Tensor) -> list[Term]:
-    """For each of the layers, whose `scales` (layers,) float32 are, what it passes to `mlp_input` or `qkv_heads`; rows (n, width).
+    """For each of the layers, whose `scales` (layers,) float32 are, what it passes to `qkv_heads` or `fp8_qkv_heads`; rows (n, head_dim).
 
-    The gradients of both come from here alone: other uses of a `Term`, also by those functions' twins, give `scales` none.
+    The gradients of both come from here alone: other uses of a `Term`, also by `qkv_heads_twin`, give `scales` none.
     """
     grads: list[Tensor | None] = [None] * len(scales)
     rows = Share.apply(rows, scales, grads)

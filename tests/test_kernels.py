@@ -14,7 +14,8 @@ from kernels import bench, coefficients, momentum, polar_error, stress
 from kernels.adam import adam_update
 from kernels.coefficients import polar_express
 from kernels.cross_entropy import cross_entropy, cross_entropy_reference
-from kernels.embedding import TAKE_CONFIGS, add_rows, add_rows_reference, embedding, embedding_twin, sort_rows, take_rows
+from kernels.embedding import (
+    TAKE_CONFIGS, Touched, add_rows, add_rows_reference, embedding, embedding_twin, no_rows, sort_rows, take_rows)
 from kernels.fp8_linear import quantise
 from kernels.fp8_qkv import GRADIENT_SCALE, fp8_qkv_heads, fp8_qkv_heads_twin, heads_backward_twin
 from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
@@ -686,10 +687,11 @@ def test_add_rows_wherever_a_run_starts_and_ends(runs, dtype):
     for out_dtype in {dtype, torch.float32}:
         old, results = random(count, 48, dtype=out_dtype), []
         for function in (add_rows, add_rows, add_rows_reference):
-            new, marked = old.clone(), torch.arange(count, device=DEVICE) == 2       # one that an earlier call has marked
-            function(new[:, 16:16 + width], grad, *order, marked, **({"tuned": (16, 16, 2, 1)} if function is add_rows else {}))
+            new, touched = old.clone(), listing(torch.arange(count, device=DEVICE) == 2)     # one that an earlier call has listed
+            function(new[:, 16:16 + width], grad, *order, touched, **({"tuned": (16, 16, 2, 1)} if function is add_rows else {}))
             results.append(new)
-            assert marked.tolist() == [n > 0 or row == 2 for row, n in enumerate(runs)]
+            assert touched.listed.tolist() == [n > 0 or row == 2 for row, n in enumerate(runs)]
+            assert listed(touched) == touched.listed.nonzero().flatten().tolist()
         exact = old.double()
         exact[:, 16:16 + width].index_add_(0, index, grad.double())
         assert_as_exact_as_pytorch(results[0], results[2], exact)
@@ -703,20 +705,32 @@ def test_add_rows_refuses_what_it_cannot_do():
     for name, call in (("grad", lambda: add_rows(out, grad[:5], *order)), ("grad", lambda: add_rows(out, grad.double(), *order)),
                        ("out", lambda: add_rows(out.mT, grad, *order)), ("rows", lambda: add_rows(out, grad, order[0], order[1][:5])),
                        ("out", lambda: add_rows(out[:1].expand(2 ** 30 + 1, 32), grad, *order)),
-                       ("marked", lambda: add_rows(out, grad, *order, torch.zeros(8, dtype=torch.bool, device=DEVICE)))):
+                       ("touched", lambda: add_rows(out, grad, *order, no_rows(out[:8], 9)))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
 
 
-def row_adam_state(rows: int, width: int, split: bool) -> list[torch.Tensor | None]:
-    """Weight, lost bits, gradient, mean square, last step, marks and step count of a table that nothing has touched."""
+def listing(which: torch.Tensor) -> Touched:
+    """These rows (rows,) bool of a table, in some order."""
+    touched, rows = no_rows(which, len(which)), which.nonzero().flatten()
+    touched.rows[:len(rows)] = rows[torch.randperm(len(rows), device=DEVICE)]
+    return touched._replace(count=touched.count + len(rows), listed=which.clone())
+
+
+def listed(touched: Touched) -> list[int]:
+    """Their numbers, in order."""
+    return sorted(touched.rows[:touched.count].tolist())
+
+
+def row_adam_state(rows: int, width: int, split: bool) -> list:
+    """Weight, lost bits, gradient, mean square, last step, list and step count of a table that nothing has touched."""
     master = torch.randn(rows, width, device=DEVICE)
     weight, lost = master, None
     if split:
         weight, lost = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
         store_master_weight(weight, lost, master)
     return [weight, lost, torch.zeros_like(weight), torch.zeros_like(master), torch.zeros(rows, device=DEVICE),
-            torch.zeros(rows, device=DEVICE, dtype=torch.bool), torch.zeros((), device=DEVICE)]
+            no_rows(weight, rows), torch.zeros((), device=DEVICE)]
 
 
 @pytest.mark.parametrize("update", [row_adam_twin, row_adam])
@@ -729,19 +743,20 @@ def test_row_adam_is_adam_without_a_first_moment(update, rows, width, split):
     for step in range(8):
         touched = torch.rand(rows, device=DEVICE) < 0.3
         grad = torch.randn(rows, width, device=DEVICE).to(state[0].dtype) * touched[:, None]
-        before = [x if x is None else x.clone() for x in state]
+        before = [x if x is None else x.clone() for x in state[:5]]
         healthy.fill_(step < 7)                                          # the last: nothing after it is healthy
         once |= touched & healthy
         for gradient in (state[2], dense[2]):
             gradient.copy_(grad)
-        state[5].copy_(touched | (torch.rand(rows, device=DEVICE) < 0.3))      # some have been read, but their gradient is zero
+        read = touched | (torch.rand(rows, device=DEVICE) < 0.3)         # of some the gradient is zero
         if step == 7:
-            state[2][0], state[5][0] = torch.nan, True
+            state[2][0], read[0] = torch.nan, True
+        state[5] = listing(read)
         update(*state, healthy, *numbers, 0.9, True)
         if step < 7:
             adam_update(*dense[:3], dense[4], dense[3], dense[5], healthy, *numbers, (0.0, 0.9), True)
         still = ~touched | ~healthy
-        assert not state[2].any() and not state[5].any()
+        assert not state[2].any() and not state[5].listed.any() and not listed(state[5])
         assert all(torch.equal(x[still], old[still]) for x, old in zip(state[:5], before) if x is not None and x is not state[2])
     for mine, theirs in zip((master_weight(*state[:2]), state[6]), (master_weight(*dense[:2]), dense[5])):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
@@ -759,7 +774,7 @@ def test_columns_of_a_block_share_their_mean_square(update, rows, width, block):
         touched = torch.rand(rows, device=DEVICE) < 0.5
         grad = torch.randn(rows, width, device=DEVICE) * touched[:, None]
         state[2].copy_(grad)
-        state[5].copy_(touched)
+        state[5] = listing(touched)
         squares = 0.9 * squares + 0.1 * grad.double().unflatten(1, (-1, block)).square().mean(2)
         root = (squares / (1 - 0.9 ** step)).sqrt().repeat_interleave(block, 1)
         exact -= torch.where(touched[:, None], 0.02 * grad / (root + 1e-10), 0)
@@ -769,53 +784,67 @@ def test_columns_of_a_block_share_their_mean_square(update, rows, width, block):
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.4, 1.0])
-def test_marks_and_tiles_of_row_adam_change_no_bit(share, monkeypatch):
-    """One program or many, few rows a tile or all, a long table's: the same as with every row marked, and the twin's rows."""
+def test_lists_and_tiles_of_row_adam_change_no_bit(share):
+    """One program or many, few rows a tile or all, in any order: the same as with every row listed, and the twin's rows."""
     rows, width = 150, 24
     start, numbers = row_adam_state(rows, width, True), [torch.tensor(x, device=DEVICE) for x in (True, 0.02, 0.3)]
     touched, results = torch.rand(rows, device=DEVICE) < share, []
     start[2][touched] = random(int(touched.sum()), width).to(torch.bfloat16)
     start[3].uniform_()
-    for tuned in ((16, 64, 1), (64, 2048, 4), (256, 128, 2), None, "all marked", "twin"):
-        monkeypatch.setattr(kernels.row_adam, "LONG", rows + (tuned is not None))
-        state = [x.clone() for x in start]
-        state[5].copy_(torch.ones_like(touched) if tuned == "all marked" else touched)
-        update = row_adam_twin if tuned == "twin" else partial(row_adam, **{} if tuned == "all marked" else {"tuned": tuned})
+    for tuned in ((64, 1), (2048, 4), (128, 2), "all listed", "twin"):
+        state = [x if isinstance(x, Touched) else x.clone() for x in start]
+        state[5] = listing(torch.ones_like(touched) if tuned == "all listed" else touched)
+        update = row_adam_twin if tuned == "twin" else partial(row_adam, **{} if tuned == "all listed" else {"tuned": tuned})
         update(*state, *numbers, 0.9, True)
-        assert not state[5].any()
-        results.append(state)
+        assert not state[5].listed.any() and not listed(state[5])
+        results.append(state[:5] + state[6:])
     kernel, *others, twin = results
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(kernel, other))
-    assert all(torch.equal(kernel[i], twin[i]) for i in (2, 4, 5, 6))
+    assert all(torch.equal(kernel[i], twin[i]) for i in (2, 4, 5))
     torch.testing.assert_close(master_weight(*kernel[:2]), master_weight(*twin[:2]), atol=1e-5, rtol=1e-5)
 
 
-def test_row_adam_takes_what_embedding_marked():
-    """Two micro-batches add to the gradient before an update; no row without a gradient is marked, and none with one is left out."""
+def test_row_adam_takes_what_embedding_listed():
+    """Two micro-batches add to the gradient before an update; no row without a gradient is listed, none with one is left out or listed twice."""
     state, numbers = row_adam_state(90, 40, False), [torch.tensor(x, device=DEVICE) for x in (True, 0.02, 0.3)]
-    twin, table = [x if x is None else x.clone() for x in state], state[0].clone().requires_grad_()
-    table.grad, table.marked_rows = state[2], state[5]
+    twin, table = [x.clone() if isinstance(x, torch.Tensor) else x for x in state], state[0].clone().requires_grad_()
+    table.grad, table.touched, twin[5] = state[2], state[5], no_rows(table, 90)
     for step in range(3):
         seen = torch.zeros(90, dtype=torch.bool, device=DEVICE)
         for n in (1, 130):
             index = torch.randint(90, (n,), device=DEVICE) // 2 * 2
             embedding(table, sort_rows(index)).backward(random(n, 40, dtype=torch.float32))
             seen[index] = True
-            assert torch.equal(state[5], seen)
+            assert torch.equal(state[5].listed, seen) and listed(state[5]) == seen.nonzero().flatten().tolist()
         twin[2].copy_(state[2])
         row_adam(*state, *numbers, 0.9, True)
         row_adam_twin(*twin, *numbers, 0.9, True)
-        assert not state[2].any() and not state[5].any()
-        for kernel, plain in zip(state, twin):
+        assert not state[2].any() and not state[5].listed.any() and not listed(state[5])
+        for kernel, plain in zip(state[:5] + state[6:], twin[:5] + twin[6:]):
             assert kernel is plain is None or torch.allclose(kernel, plain, atol=1e-5, rtol=1e-5)
 
 
+def test_rows_for_which_a_list_has_no_room_wait():
+    """They keep their gradient, and the next update takes them."""
+    state, numbers = row_adam_state(90, 40, False), [torch.tensor(x, device=DEVICE) for x in (True, 0.02, 0.0)]
+    index, state[5] = torch.arange(0, 90, 3, device=DEVICE), no_rows(state[0], 20)
+    for seen in (index, index[:0]), (index, index):
+        before = state[0].clone()
+        for part in seen:
+            add_rows(state[2], random(len(part), 40, dtype=torch.float32), *sort_rows(part)[1:3], state[5])
+        waiting = ~state[5].listed[index]
+        assert waiting.sum() == 10 and state[5].listed.sum() == 20
+        row_adam(*state, *numbers, 0.9, True)
+        assert torch.equal((state[0] != before).any(1)[index], ~waiting) and torch.equal(state[2].any(1)[index], waiting)
+        assert not state[5].listed.any() and not state[5].count
+
+
 def test_row_adam_refuses_what_it_cannot_do():
-    given = dict(zip(("weight", "lost_bits", "grad", "second", "last", "marked", "steps"), row_adam_state(6, 8, True), strict=True))
+    given = dict(zip(("weight", "lost_bits", "grad", "second", "last", "touched", "steps"), row_adam_state(6, 8, True), strict=True))
     numbers = [torch.ones((), device=DEVICE)] * 3
     for name, wrong in (("weight", {"lost_bits": None}), ("lost_bits", {"lost_bits": given["lost_bits"][:5]}),
-                        ("grad", {"grad": given["grad"].mT}), ("last", {"last": given["last"][:5]}), ("marked", {"marked": given["last"]}),
+                        ("grad", {"grad": given["grad"].mT}), ("last", {"last": given["last"][:5]}), ("touched", {"touched": no_rows(given["last"][:5], 9)}),
                         ("second", {"second": given["second"][:5]}), ("second", {"second": given["second"][:, :3].contiguous()})):
         with pytest.raises(ValueError, match=f"{name} must be"):
             row_adam(*(given | wrong).values(), *numbers, 0.9, True)
@@ -1233,61 +1262,56 @@ def test_fp8_qkv_heads_refuse_what_they_cannot_do():
             heads_backward(*heads_grads(48, 2, (16, 32)), *inputs[:4], None, None, 16, 32, False, tuned, wrong)
 
 
-def stack_of_layers(functions: tuple, x, updates: list, rows, scales, row_scales, repeat: bool = False) -> list[torch.Tensor]:
-    """The last stream of layers that share `rows` (None: no rows), and all gradients; a layer whose update is None has no attention.
+def stack_of_layers(functions: tuple, x, updates: list, scales, repeat: bool = False) -> list[torch.Tensor]:
+    """The last stream of layers, and all gradients; a layer whose update is None has no attention.
 
     A gradient in place of the loss's, which differs by token; `repeat`: from the second backward pass through one graph.
     """
-    share_rows, enter, fork = functions
-    leaves = [t.detach().clone().requires_grad_() for t in (x, rows, scales, row_scales, *updates) if t is not None]
+    enter, fork = functions
+    leaves = [t.detach().clone().requires_grad_() for t in (x, scales, *updates) if t is not None]
     left = iter(leaves)
-    x, rows, scales, row_scales, *updates = (None if t is None else next(left) for t in (x, rows, scales, row_scales, *updates))
-    terms = [None] * len(updates) if rows is None else share_rows(1 * rows, row_scales)
+    x, scales, *updates = (None if t is None else next(left) for t in (x, scales, *updates))
     grad = torch.linspace(-1, 2, x.numel(), device=DEVICE).view_as(x).to(x.dtype)
     x = 1 * x
     for i, update in enumerate(updates):
         if update is not None:
             normed, x = fork((x, update) if i else (x,))
             update = update * normed
-        x, seen = enter((x,) if update is None else (x, x.cos(), update), terms[i], scales[i])
+        x, seen = enter((x,) if update is None else (x, x.cos(), update), scales[i])
         x = x.add_(seen.sin()) if enter is mlp_input else x + seen.sin()                # as the MLP, in place
-    wanted = [leaf for leaf in leaves if leaf is not row_scales or rows is not None]
-    if repeat:                                                           # one backward pass that does not reach the rows, and a whole one
+    if repeat:                                                           # one backward pass for one gradient, and a whole one
         torch.autograd.grad(x, leaves[0], 2 * grad, retain_graph=True)
-        torch.autograd.grad(x, wanted, 3 * grad, retain_graph=True)
-    return [x.detach(), *torch.autograd.grad(x, wanted, grad)]
+        torch.autograd.grad(x, leaves, 3 * grad, retain_graph=True)
+    return [x.detach(), *torch.autograd.grad(x, leaves, grad)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_rows", [True, False])
 @pytest.mark.parametrize("layers", [[1], [0], [1, 0, 1, 1]], ids=["attention", "none", "several"])
 @pytest.mark.parametrize("n, width", [(1, 1), (5, 20), (11, 72)])
-def test_residual_of_layers_is_its_twin(n, width, layers, with_rows, dtype):
+def test_residual_of_layers_is_its_twin(n, width, layers, dtype):
     x, *updates = (random(n, width, dtype=dtype) if on else None for on in [1, *layers])
-    rows = random(n, width, dtype=dtype) if with_rows else None
-    scales, row_scales = torch.rand(len(layers), 2, device=DEVICE) + 0.5, torch.randn(len(layers), device=DEVICE)
-    twin, kernel = (share_twin, mlp_input_twin, norm_fork_twin), (share, mlp_input, norm_fork)
-    exact = stack_of_layers(twin, x.double(), double(updates), *double([rows, scales, row_scales]))
-    plain = stack_of_layers(twin, x, updates, rows, scales, row_scales)
-    fused = stack_of_layers(kernel, x, updates, rows, scales, row_scales)
+    scales = torch.rand(len(layers), 2, device=DEVICE) + 0.5
+    twin, kernel = (mlp_input_twin, norm_fork_twin), (mlp_input, norm_fork)
+    exact = stack_of_layers(twin, x.double(), double(updates), scales.double())
+    plain = stack_of_layers(twin, x, updates, scales)
+    fused = stack_of_layers(kernel, x, updates, scales)
     for ours, theirs, wanted in zip(fused, plain, exact, strict=True):
         # Where one number decides what a norm makes of it, or the sum over few is a difference, either side may be right by luck.
         slack = 50 * torch.finfo(dtype).eps if n * width < 100 or ours.dim() < 2 or ours.numel() < 100 else 1e-6
         assert error(ours, wanted) <= 2 * error(theirs, wanted) + slack * (1 + 1 / wanted.norm().item())
     for repeat in REPEATS:
-        assert all(map(torch.equal, fused, stack_of_layers(kernel, x, updates, rows, scales, row_scales, repeat)))
+        assert all(map(torch.equal, fused, stack_of_layers(kernel, x, updates, scales, repeat)))
 
 
 @pytest.mark.parametrize("tuned, backward", [*zip_longest(CONFIGS[1:], BACKWARD_CONFIGS[1:], fillvalue=CONFIGS[0])])
 def test_residual_kernels_in_every_configuration(tuned, backward):
     """Also of rows that no whole number of chunks fills."""
-    x, update, rows, out_grad, norm_grad = (random(13, 528) for _ in range(5))
-    scales, scale = torch.tensor([0.9, 1.2], device=DEVICE), torch.tensor(0.3, device=DEVICE)
-    for args in (((x, update), Term(rows, scale), scales), ((x, update), None, None), ((x,), None, None)):
+    x, update, out_grad, norm_grad = (random(13, 528) for _ in range(4))
+    for addends, scales in (((x, update), torch.tensor([0.9, 1.2], device=DEVICE)), ((x, update), None), ((x,), None)):
         results = []
         for config, back in ((CONFIGS[0], BACKWARD_CONFIGS[0]), (tuned, backward)):
-            out, normed, rms = residual(*args, tuned=config)
-            results.append([out, normed, rms, *residual_backward(out_grad, norm_grad, normed, rms, args[2], tuned=back)])
+            out, normed, rms = residual(addends, scales, config)
+            results.append([out, normed, rms, *residual_backward(out_grad, norm_grad, normed, rms, scales, back)])
         for first, other in zip(*results):
             assert first is other is None or error(other, first.double()) < (1e-6 if DEVICE == "cpu" else 1e-2)
 
@@ -1298,7 +1322,7 @@ def test_residual_backward_from_the_sum_is_that_from_the_norm(tuned, c):
     """With c = 0 the sum says nothing: the gradients are finite, as if y were 0."""
     x, out_grad, norm_grad = (random(21, 40) for _ in range(3))
     scales = torch.tensor([0.9, c], device=DEVICE)
-    out, normed, rms = residual((x, 3 * x), None, scales)
+    out, normed, rms = residual((x, 3 * x), scales)
     wanted, scale_grads = residual_backward(out_grad, norm_grad, normed, rms, scales, tuned)
     found, its_scale_grads = residual_backward(out_grad, norm_grad, out, rms, scales, tuned, normed=False)
     if c:
@@ -1315,28 +1339,25 @@ def ordered(codes: torch.Tensor) -> torch.Tensor:
     return torch.where(bits < 0, -(bits & 127), bits)
 
 
-@pytest.mark.parametrize("form", ["sum", "scaled", "scaled, with rows"])
+@pytest.mark.parametrize("with_scales", [False, True])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("n, width", [(16, 40), (48, 768), (MANY, 272)])
-def test_residual_in_fp8_both_ways(n, width, count, form, monkeypatch):
+def test_residual_in_fp8_both_ways(n, width, count, with_scales, monkeypatch):
     """Bit for bit what the same float32 numbers quantise to; on a GPU, where sums of products are fused, all but one code in 1,000."""
     addends, scale = tuple(random(n, width) for _ in range(count)), width ** 0.5 / 448
-    term = Term(random(n, width), torch.tensor(0.3, device=DEVICE)) if "rows" in form else None
-    scales = None if form == "sum" else torch.tensor([0.9, -1.2], device=DEVICE)
+    scales = torch.tensor([0.9, -1.2], device=DEVICE) if with_scales else None
     addends[0][5] = 0
     addends[0][7, 3] = 1e4                                               # so that one element is nearly the norm of its row
-    exact_term = term and Term(term.rows.double(), term.scale.double())
-    exact = residual_fp8_reference(tuple(double(addends)), exact_term, None if scales is None else scales.double())
-    a, c = (1, 1) if scales is None else scales
-    y = sum((x.float() for x in addends), torch.zeros((), device=DEVICE))
-    y = a * (y if term is None else y + term.scale * term.rows.float())
+    exact = residual_fp8_reference(tuple(double(addends)), scales.double() if with_scales else None)
+    a, c = scales if with_scales else (1, 1)
+    y = a * sum((x.float() for x in addends), torch.zeros((), device=DEVICE))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(float("nan")))
-    for tuned in RESIDUAL_FP8_CONFIGS if width == 272 and term else (None,):
-        x, q, transposed, rms = found = residual_fp8(addends, term, scales, tuned)
+    for tuned in RESIDUAL_FP8_CONFIGS if width == 272 and with_scales else (None,):
+        x, q, transposed, rms = found = residual_fp8(addends, scales, tuned)
         normed, one = y * (1 / scale / rms)[:, None], torch.ones((), device=DEVICE)
         wanted = (quantize if DEVICE == "cpu" else quantize_reference)(normed, one)[0]
-        if count == 1 and scales is None:
+        if count == 1 and not with_scales:
             assert x is None
         else:
             assert x.is_contiguous() and x.dtype == addends[0].dtype and error(x, exact[0]) < torch.finfo(x.dtype).eps
@@ -1347,18 +1368,18 @@ def test_residual_in_fp8_both_ways(n, width, count, form, monkeypatch):
         assert apart.max() <= 1 and apart.count_nonzero() <= 1e-3 * q.numel()
         assert error(q, exact[1].double()) < (0.01 if DEVICE == "cuda" else 0.15)                 # the interpreter's rounding
         assert (rms.double() - (y.double().square().mean(1) + torch.finfo(torch.float32).eps).sqrt()).abs().max() < 1e-3
-        again = residual_fp8(addends, term, scales, tuned)
+        again = residual_fp8(addends, scales, tuned)
         assert all(x is y or same_bits(x, y) for x, y in zip(found, again))
 
 
 def test_residual_in_fp8_refuses_what_it_cannot_do():
     x, two = random(32, 48), torch.ones(2, device=DEVICE)
-    for name, call in (("x", lambda: residual_fp8((x[:24],), None, two)), ("scales", lambda: residual_fp8((x,), None, two[:1])),
-                       (r"addends\[1\]", lambda: residual_fp8((x, x[:16]), None, two))):
+    for name, call in (("x", lambda: residual_fp8((x[:24],), two)), ("scales", lambda: residual_fp8((x,), two[:1])),
+                       (r"addends\[1\]", lambda: residual_fp8((x, x[:16]), two))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
-    assert [len(out) for out in residual_fp8((x[:0],), None, two)] == [0, 0, 48, 0]
-    x, normed = mlp_input_fp8((x,), None, two)
+    assert [len(out) for out in residual_fp8((x[:0],), two)] == [0, 0, 48, 0]
+    x, normed = mlp_input_fp8((x,), two)
     with pytest.raises(ValueError, match="must be in bfloat16"):
         mlp(x, normed, random(64, 48), random(64, 48), True, False)
 
@@ -1371,33 +1392,30 @@ def test_quantize_refuses_what_ptxas_gets_wrong():
     assert same_bits(quantize(x, one, both=False)[0], quantize_reference(x, one)[0])
 
 
-def two_layers(function, x, updates: list, rows, scales, row_scales, weights: list, grad, twin: bool = False) -> list[torch.Tensor]:
-    """From the first layer's attention on: the stream after the second, and all gradients; `rows` None: no rows.
+def two_layers(function, x, updates: list, scales, weights: list, grad) -> list[torch.Tensor]:
+    """From the first layer's attention on: the stream after the second, and all gradients.
 
     The first has one addend, or two; the second these two and its update.
     """
-    leaves = [t.detach().clone().requires_grad_() for t in (x, *updates, *weights, scales, row_scales, rows) if t is not None]
-    x, first, second, *weights, scales, row_scales = leaves[:len(leaves) - (rows is not None)]
-    terms = [None] * 2 if rows is None else (share_twin if twin else share)(1 * leaves[-1], row_scales)
-    addends = function((x, first), terms[0], scales[0], *weights[:2])
-    out = add_up(function((*addends, second), terms[1], scales[1], *weights[2:]))
-    wanted = [leaf for leaf in leaves if leaf is not row_scales or rows is not None]
-    return [out.detach(), *torch.autograd.grad(out, wanted, grad.to(out.dtype))]
+    leaves = [t.detach().clone().requires_grad_() for t in (x, *updates, *weights, scales)]
+    x, first, second, *weights, scales = leaves
+    addends = function((x, first), scales[0], *weights[:2])
+    out = add_up(function((*addends, second), scales[1], *weights[2:]))
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
 
-@pytest.mark.parametrize("n, with_rows", [(16, True), (48, False), (MANY, True)])
-def test_mlp_whose_input_is_normed_into_fp8(n, with_rows):
+@pytest.mark.parametrize("n", [16, 48, MANY])
+def test_mlp_whose_input_is_normed_into_fp8(n):
     """Result and gradients at most twice as far from float64 as by way of the norm in bfloat16, on a CPU nearly these; and repeated."""
     width, hidden = 80, 96
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    x, first, second, rows, grad = (random(n, width, dtype=dtype) for _ in range(5))
+    x, first, second, grad = (random(n, width, dtype=dtype) for _ in range(4))
     weights = [random(hidden, width, dtype=dtype) * size for size in (0.05, 0.1) * 2]
     grad *= torch.logspace(-6, 0, n, 2, device=DEVICE)[:, None]
-    scales, row_scales = torch.tensor([[0.9, 1.2], [1.1, -0.8]], device=DEVICE), torch.tensor([0.3, 0.5], device=DEVICE)
-    inputs = [x, [first, second], rows if with_rows else None, scales, row_scales, weights, grad]
-    exact = two_layers(lambda *args: mlp_twin(*mlp_input_twin(*args[:3]), *args[3:], False),
-                       *(double(t) if isinstance(t, list) else None if t is None else t.double() for t in inputs), twin=True)
-    two, one, again = (two_layers(lambda *args, enter=enter: mlp(*enter(*args[:3]), *args[3:], True, True), *inputs)
+    inputs = [x, [first, second], torch.tensor([[0.9, 1.2], [1.1, -0.8]], device=DEVICE), weights, grad]
+    exact = two_layers(lambda *args: mlp_twin(*mlp_input_twin(*args[:2]), *args[2:], False),
+                       *(double(t) if isinstance(t, list) else t.double() for t in inputs))
+    two, one, again = (two_layers(lambda *args, enter=enter: mlp(*enter(*args[:2]), *args[2:], True, True), *inputs)
                        for enter in (mlp_input, mlp_input_fp8, mlp_input_fp8))
     for ours, theirs, wanted in zip(one, two, exact, strict=True):
         assert_as_exact_as_pytorch(ours, theirs, wanted, 0.1 if wanted.numel() < 10 else 1e-7)       # scales': right by luck
@@ -1410,7 +1428,7 @@ def test_residual_in_fp8_where_one_of_its_results_has_no_gradient():
     x, scales = random(32, 48).requires_grad_(), torch.tensor([0.9, 1.2], device=DEVICE, requires_grad=True)
     grad, found = random(32, 48), []
     for way in range(2):
-        outs = mlp_input_fp8((x,), None, scales)
+        outs = mlp_input_fp8((x,), scales)
         outs = outs[0], outs[1].stand_in
         found.append(torch.autograd.grad(outs[way], (x, scales), grad, retain_graph=True))
         grads = [grad if i == way else torch.zeros_like(grad) for i in range(2)]
@@ -1420,7 +1438,7 @@ def test_residual_in_fp8_where_one_of_its_results_has_no_gradient():
 
 def test_what_an_fp8_mlp_keeps_nobody_writes_over_unnoticed():
     x, weight, scales = random(16, 32).requires_grad_(), random(48, 32), torch.ones(2, device=DEVICE)
-    stream, out = mlp(*mlp_input_fp8((x,), None, scales), weight, weight, True, True)
+    stream, out = mlp(*mlp_input_fp8((x,), scales), weight, weight, True, True)
     stream.detach().add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
@@ -1478,30 +1496,27 @@ def test_shared_rows_reference_is_the_gradient():
 
 def test_a_shared_row_gets_its_gradient_once_and_after_all_layers():
     """Two graphs at a time; a layer that nothing reads; and nothing is summed where no gradient is wanted."""
-    x, rows, scales, row_scales = random(6, 8), random(6, 8).requires_grad_(), torch.ones(3, 2, device=DEVICE), torch.ones(3, device=DEVICE)
+    inputs, rows, scales = heads_inputs(6, 2, (16, 32), False), random(6, 32).requires_grad_(), torch.ones(3, device=DEVICE)
     graphs, seen = [], []
     for used in (3, 2):
         shared = 1 * rows
         shared.register_hook(lambda grad, used=used: seen.append((used, grad)))
-        terms, y = share(shared, row_scales.requires_grad_()), x
-        for i in range(3):
-            deeper, _ = mlp_input((y,), terms[i], scales[i])
-            y = deeper if i < used else y
-        graphs.append(y)
-    (2 * graphs[0] + graphs[1]).backward(torch.ones_like(x))
+        values = [qkv_heads(*inputs, 16, 32, False, (term,))[2] for term in share(shared, scales.requires_grad_())]
+        graphs.append(sum(values[:used]))
+    (2 * graphs[0] + graphs[1]).backward(torch.ones_like(graphs[0]))
     assert sorted(used for used, _ in seen) == [2, 3]
     for used, grad in seen:
-        torch.testing.assert_close(grad, torch.full_like(x, 6.0 if used == 3 else 2.0))
-    torch.testing.assert_close(rows.grad, torch.full_like(x, 8.0))
+        torch.testing.assert_close(grad, torch.full_like(rows, 6.0 if used == 3 else 2.0))
+    torch.testing.assert_close(rows.grad, torch.full_like(rows, 8.0))
     uses = torch.tensor([3.0, 3.0, 2.0], device=DEVICE)
-    torch.testing.assert_close(row_scales.grad, rows.detach().float().sum() * uses, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(scales.grad, rows.detach().float().sum() * uses, atol=1e-2, rtol=1e-2)
     with torch.no_grad():
-        assert not mlp_input((x, x), share(rows, row_scales)[0], scales[0])[0].requires_grad
+        assert not qkv_heads(*inputs, 16, 32, False, tuple(share(rows, scales)[:1]))[2].requires_grad
 
 
 def test_a_residual_scale_of_zero_stays_finite():
     x, scales = random(5, 16).requires_grad_(), torch.tensor([0.0, 1.0], device=DEVICE, requires_grad=True)
-    out, normed = mlp_input((x,), None, scales)
+    out, normed = mlp_input((x,), scales)
     (out.sum() + normed.sum()).backward()                                # gradients that are expanded, not contiguous
     assert out.eq(0).all() and normed.eq(0).all() and x.grad.eq(0).all() and scales.grad.eq(0).all()
 
@@ -1548,18 +1563,17 @@ def test_a_scaled_weight_and_its_gradient(shape, dtype):
 
 def test_residual_kernels_refuse_what_they_cannot_do():
     x, one, two = random(6, 8), torch.ones((), device=DEVICE), torch.ones(2, device=DEVICE)
-    for name, call in (("x", lambda: mlp_input((x.T,), None, two)), ("x", lambda: norm_fork((x.double(),))),
-                       ("x", lambda: norm_fork((x[0],))), (r"addends\[1\]", lambda: mlp_input((x, x[:5]), None, two)),
+    for name, call in (("x", lambda: mlp_input((x.T,), two)), ("x", lambda: norm_fork((x.double(),))),
+                       ("x", lambda: norm_fork((x[0],))), (r"addends\[1\]", lambda: mlp_input((x, x[:5]), two)),
                        (r"addends\[2\]", lambda: norm_fork((x, x, x.double()))),
-                       ("rows", lambda: mlp_input((x, x), Term(x.double(), one), two)),
-                       ("scale", lambda: mlp_input((x, x), Term(x, two), two)), ("scales", lambda: mlp_input((x, x), None, one)),
-                       ("scales", lambda: mlp_input((x, x), None, two.double())), ("scales", lambda: shared_rows([x], x, two)),
+                       ("scales", lambda: mlp_input((x, x), one)), ("scales", lambda: mlp_input((x, x), two.double())),
+                       ("scales", lambda: shared_rows([x], x, two)),
                        (r"grads\[1\]", lambda: shared_rows([x, x[:2]], x, two)), ("rows", lambda: shared_rows([x.T], x.T, two[:1])),
                        (r"grads\[1\]", lambda: shared_rows([random(6, 2, 8)[:, 1], x], x, two)),
                        (r"grads\[0\]", lambda: shared_rows([x.T.contiguous().T], x, two[:1]))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
-    assert mlp_input((x[:0],), None, two)[1].shape == norm_fork((x[:0],))[0].shape == (0, 8)
+    assert mlp_input((x[:0],), two)[1].shape == norm_fork((x[:0],))[0].shape == (0, 8)
 
 
 def test_stress_finds_what_is_wrong(monkeypatch):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from kernels import fp8_linear, mlp, residual, residual_fp8, shared_rows
+from kernels import fp8_linear, mlp, residual, residual_fp8
 from kernels.attention import ATTENTION, choose_attention, fit_tiles
 from kernels.embedding import embedding, embedding_twin, sort_rows
 from kernels.fp8_weights import fp8_weights_twin
@@ -133,11 +133,11 @@ def loss_of(trainer, batch, scored: slice) -> torch.Tensor:
 
 @pytest.fixture
 def config(config):
-    """With FP8 in layers only where a test asks for it, on a GPU as on a CPU."""
-    return replace(config, fp8_mlp=False, fp8_attention=False)
+    """With n-grams, and FP8 in layers, only where a test asks for them, on a GPU as on a CPU."""
+    return replace(config, ngram_rows=0, fp8_mlp=False, fp8_attention=False)
 
 
-INGREDIENTS = {"trigram_rows": 512}
+INGREDIENTS = {"ngram_rows": 512}
 
 
 @pytest.fixture(params=[{}, INGREDIENTS | {"qk_dim": 16}], ids=["recipe", "every ingredient and narrow queries and keys"])
@@ -159,7 +159,7 @@ def test_model_is_causal(trainer, position):
 
 
 def test_documents_do_not_see_each_other(trainer):
-    """Smear, bigrams, signs, key offset and multi-token targets stop at a sequence's start as attention does."""
+    """Smear, n-grams, key offset and multi-token targets stop at a sequence's start as attention does."""
     awake(trainer.model)
     batch = max(trainer.loader.batches(0), key=lambda batch: len(batch.boundaries.unique()))
     starts = batch.boundaries.unique().tolist()
@@ -187,17 +187,18 @@ def test_key_offset_takes_the_position_free_half_from_the_token_before():
         assert torch.equal(offset[i, :, half:], expected)
 
 
-@pytest.mark.parametrize("length", [2, 3])
-def test_ngrams_stop_at_a_sequences_start(length):
+@pytest.mark.parametrize("lengths", [(2,), (3,), (1, 2, 3), (3, 2)])
+def test_ngrams_stop_at_a_sequences_start(lengths):
     tokens = torch.tensor([7, 5, 6, 9, 5, 6, 9, 5, 6, 9], dtype=torch.int32)
     is_start = torch.zeros(10, dtype=torch.bool)
     is_start[[0, 4, 7]] = True
-    index = train_gpt.ngram_index(tokens, is_start, length, 10_007)
-    assert index.ge(0).all() and torch.equal(index[4:7], index[7:])
+    found = train_gpt.ngram_index(tokens, is_start, lengths, 10_007).view(len(lengths), 10)
     seen = [(None, None, 7), (None, 7, 5), (7, 5, 6), (5, 6, 9), (None, None, 5), (None, 5, 6), (5, 6, 9)]
-    for i, a in enumerate(seen):
-        for j, b in enumerate(seen):
-            assert bool(index[i] == index[j]) == (a[-length:] == b[-length:])
+    for length, index in zip(lengths, found):
+        assert index.ge(0).all() and index.lt(10_007).all() and torch.equal(index[4:7], index[7:])
+        for i, a in enumerate(seen):
+            for j, b in enumerate(seen):
+                assert bool(index[i] == index[j]) == (a[-length:] == b[-length:])
 
 
 def test_multi_token_loss_against_cross_entropy():
@@ -265,39 +266,38 @@ def test_fp8_linear_is_near_the_plain_product_and_honours_the_gradient():
 
 def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
     """`MLP` adds in place to an output of `mlp_input`, which neither compiled code nor the kernel may have kept for its backward."""
-    def whole(share, first, second):
-        x, bigram, *weights = (tensor.clone().requires_grad_() for tensor in inputs)
-        scales, bigram_scales = (torch.tensor(values, device=DEVICE, requires_grad=True) for values in ([0.9, 1.1], [0.3]))
-        stream, normed = first((x, x.sin()), share(bigram, bigram_scales)[0], scales)
+    def whole(first, second):
+        x, *weights = (tensor.clone().requires_grad_() for tensor in inputs)
+        scales = torch.tensor([0.9, 1.1], device=DEVICE, requires_grad=True)
+        stream, normed = first((x, x.sin()), scales)
         out, = second(stream, normed, *weights)
-        return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, bigram, *weights, scales, bigram_scales))]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, *weights, scales))]
 
     for name in ("relu_squared", "relu_squared_backward"):  # on GPUs the kernels take minutes to compile in float32
         monkeypatch.setattr(mlp, name, getattr(mlp, f"{name}_reference"))
     torch.manual_seed(0)
-    inputs = [torch.randn(n, 16, device=DEVICE) for n in (48, 48, 64, 64)]
-    twins = shared_rows.share_twin, residual.mlp_input_twin
-    compiled = [torch.compile(twin, backend="aot_eager", fullgraph=True) for twin in twins]
-    expected = whole(*twins, lambda *tensors: mlp.mlp_twin(*tensors, False))
-    for functions in (compiled, twins, (shared_rows.share, residual.mlp_input)):
-        for found, wanted in zip(whole(*functions, lambda *tensors: mlp.mlp(*tensors, False)), expected):
+    inputs = [torch.randn(n, 16, device=DEVICE) for n in (48, 64, 64)]
+    compiled = torch.compile(mlp_input_twin, backend="aot_eager", fullgraph=True)
+    expected = whole(mlp_input_twin, lambda *tensors: mlp.mlp_twin(*tensors, False))
+    for first in (compiled, mlp_input_twin, residual.mlp_input):
+        for found, wanted in zip(whole(first, lambda *tensors: mlp.mlp(*tensors, False)), expected):
             torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_rows_in_a_heads_values_keep_their_gradient_without_some_kernels(config, fused):
-    """Those of residual alone, or of heads alone: of every layer's scalar as well; the twin compiles with its terms."""
-    model, results = train_gpt.Trainer(replace(config, trigram_rows=512), train_gpt.World()).model, []
+    """By heads' kernel or without it: of every layer's scalar as well; the twin compiles with its terms."""
+    model, results = train_gpt.Trainer(replace(config, ngram_rows=512), train_gpt.World()).model, []
     awake(model)
     batch = train_gpt.to_device(train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0], DEVICE)
     compiled = torch.compile(qkv_heads_twin, backend="aot_eager", fullgraph=True)
-    kernels = {qkv_heads_twin: qkv_heads} if fused else train_gpt.KERNELS["fused_residual"] | {qkv_heads_twin: compiled}
+    kernels = {qkv_heads_twin: qkv_heads if fused else compiled}
     twins = {twin: twin for twin in model.part}
     for parts in (twins, twins | kernels):
         model.part = parts
         model.zero_grad()
         model(batch, train_gpt.Schedule(model.config).at(0))[0].backward()
-        results.append([model.trigram_scalars.grad.clone(), model.trigram_table.grad.clone(), model.bigram_scalars.grad.clone()])
+        results.append([model.ngram_scalars.grad.clone(), model.ngram_table.grad.clone()])
     for plain, ours in zip(*results, strict=True):
         assert plain.any() and (ours.float() - plain.float()).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * plain.float().norm()
 
@@ -429,7 +429,7 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
     awake(model)
     step = trainer.schedule.at(0)
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
-    for lookup, count in ((embedding_twin, 0), (embedding, 1 + len(model.hashed()))):
+    for lookup, count in ((embedding_twin, 0), (embedding, 1 + bool(model.ngrams))):
         model.part = model.part | {embedding_twin: lookup}
         with torch.no_grad():
             model(batch, step)
@@ -437,7 +437,7 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
         model.zero_grad(set_to_none=False)
         model(batch, step)[0].backward()
         assert len(sorts) == count
-        gradients.append([table.grad.clone() for table in (model.head, *(hashed for _, hashed in model.hashed().values()), *model.value_tables)])
+        gradients.append([table.grad.clone() for table in (model.head, *[model.ngram_table] * bool(model.ngrams), *model.value_tables)])
     for twin, kernel in zip(*gradients):
         assert (kernel - twin).norm() < (1e-5 if DEVICE.type == "cpu" else 1e-2) * twin.norm()
 
@@ -483,7 +483,7 @@ LATE = (train_gpt.Layer(value_embedding=True), train_gpt.Layer(long_window=True)
         train_gpt.Layer(attends_to=1))
 
 
-@pytest.mark.parametrize("changes", [{}, {"bigram_rows": 0, "late_input": False}, {"layers": LATE, "backout_layer": 2, "trigram_rows": 512}],
+@pytest.mark.parametrize("changes", [{}, {"late_input": False}, {"layers": LATE, "backout_layer": 2, "ngram_rows": 512}],
                          ids=["recipe", "less", "late"])
 def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
     """Loss and the gradient of every parameter: rows that all layers share, streams that several layers read, sums not yet made."""
@@ -542,7 +542,7 @@ SWITCHES = ["value_embeddings", "smear", "key_offset", "backout", "late_input", 
             "cautious"]
 
 
-@pytest.mark.parametrize("off", [*({name: False} for name in SWITCHES), {"bigram_rows": 0}, {"tied_share": 0.0},
+@pytest.mark.parametrize("off", [*({name: False} for name in SWITCHES), {"tied_share": 0.0},
                                  {"multi_token": (((1.0, 1.0),),) * 3}, *({name: on} for name, on in INGREDIENTS.items())],
                          ids=lambda off: next(iter(off)))
 def test_every_trick_can_be_switched_off(config, off):

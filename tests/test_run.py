@@ -139,7 +139,7 @@ def test_settings_reach_the_configuration(monkeypatch):
 def test_ranks_that_do_not_divide(shards):
     result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "train_gpt.py", *SHORT],
                             cwd=ROOT, env=environment(DATA_PATH=str(shards)), capture_output=True, text=True, timeout=120)
-    assert result.returncode and "train_gpt.py: 3 ranks do not divide the 8 micro-batches of a step and the width, 64; use 1, 2, 4, 8 ranks" in result.stderr
+    assert result.returncode and "train_gpt.py: 3 ranks do not divide the 8 micro-batches of a step and the width of a head, 32; use 1, 2, 4, 8 ranks" in result.stderr
 
 
 def test_a_non_finite_loss_stops_the_run(tmp_path, shards):
