@@ -1,9 +1,10 @@
-"""What settings cost in milliseconds a step: one process, one machine, one after the other, the whole program each time.
+"""What settings cost: one process, one machine, one after the other, the whole program each time.
 
     torchrun --standalone --nproc_per_node=4 -m records.ablate --preset corpus --try capture=false --try overlap=false,fp8_mlp=false
 
 Prints a row for the settings given, one for each `--try` (changes on top of them) and, first and last the same, how far the machine
-drifted: the median over steps of each stage, half of them with an update by Adam. Takes train_gpt.py's settings; --check first
+drifted: the median milliseconds over steps of each stage, half of them with an update by Adam. Takes train_gpt.py's settings; --train
+takes the whole schedule with each and prints what it ends at as well, logged as any run; --check first
 takes the first steps twice eagerly and twice as graphs, from the same weights, and prints how far the losses differ: with attention's
 gradients summed in one order, and as they are trained with, in any.
 """
@@ -11,6 +12,7 @@ import argparse
 import gc
 import statistics
 import sys
+import time
 from dataclasses import fields, replace
 
 import torch
@@ -65,14 +67,32 @@ def changes(text: str, config: train_gpt.Config) -> dict[str, object]:
     return changed
 
 
-def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer:
-    """A warm trainer; what the one before it left in memory is freed."""
+def free(world: train_gpt.World) -> None:
+    """What the trainer before left in memory."""
     gc.collect()
     if world.device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer:
+    """A warm trainer, in free memory."""
+    free(world)
     trainer = train_gpt.Trainer(config, world)
     trainer.warm_up()
     return trainer
+
+
+def timed(config: train_gpt.Config, world: train_gpt.World, steps: int) -> list[str]:
+    return [f"{ms:.1f}" for ms in measure(build(config, world), steps)]
+
+
+def trained(config: train_gpt.Config, world: train_gpt.World) -> list[str]:
+    """Of a whole run: loss, seconds, and the median milliseconds of a step in each stage."""
+    free(world)
+    report = train_gpt.run(config, world, time.time())
+    tokens = [step.batch_tokens for step in train_gpt.Schedule(config)]
+    medians = [statistics.median(ms for ms, n in zip(report.step_ms, tokens) if n == size) for size in dict.fromkeys(tokens)]
+    return [f"{report.validation_loss:.4f}", f"{report.clock.seconds:.2f}", *(f"{ms:.1f}" for ms in medians)]
 
 
 def losses(trainer: train_gpt.Trainer, start: tuple, count: int) -> list[float]:
@@ -110,6 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--try", dest="tries", action="append", default=[], metavar="NAME=VALUE,...", help="settings to change; repeatable")
     parser.add_argument("--repeat", type=int, default=50, metavar="N", help="timed steps of each stage (default: 50)")
+    parser.add_argument("--train", action="store_true", help="train the whole schedule with each, in place of those steps")
     parser.add_argument("--check", type=int, default=0, metavar="N", help="compare so many first losses, eager and as graphs")
     options, settings = parser.parse_known_args()
     try:
@@ -121,14 +142,14 @@ def main() -> int:
             for deterministic in (True, False):
                 say(check(config, world, options.check, deterministic))
         rows = []
-        for name, changed in variants + variants[:1] * (len(variants) > 1):
-            trainer = build(replace(config, **changed), world)
-            rows.append([name, *(f"{ms:.1f}" for ms in measure(trainer, options.repeat))])
-            del trainer                                                  # before the next one needs its memory
-    except (train_gpt.UserError, ShardError) as error:
+        for name, changed in variants + variants[:1] * (len(variants) > 1 and not options.train):
+            changed = replace(config, **changed)
+            rows.append([name, *(trained(changed, world) if options.train else timed(changed, world, options.repeat))])
+            say(*rows[-1])                                               # each as it comes; the table at the end
+    except (train_gpt.UserError, train_gpt.Diverged, train_gpt.LogError, ShardError) as error:
         print(f"records.ablate: {error}", file=sys.stderr)
         return 2
-    say(table(["ms a step", *(f"{first.batch_tokens:,}" for first, _ in stages(train_gpt.Schedule(config)))], rows))
+    say(table([*(["", "loss", "s"] if options.train else ["ms a step"]), *(f"{first.batch_tokens:,}" for first, _ in stages(train_gpt.Schedule(config)))], rows))
     world.close()
     return 0
 

@@ -48,6 +48,11 @@ def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch,
     assert ablate.main() == 0
     rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert rows[0] == "ms a step" and rows[2:] == ["as given", "smear=false", "as given"]
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--train", "--write_log", "false"])
+    assert ablate.main() == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows[2:]] == ["as given", "smear=false"] and rows[0][1:] == ["loss", "s", "256", "512", "768"]
+    assert rows[2][1] != rows[3][1] and all(float(cell) > 0 for row in rows[2:] for cell in row[1:])
     monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--try", "nothing=1"])
     assert ablate.main() == 2 and "no setting 'nothing'" in capsys.readouterr().err
 
