@@ -43,9 +43,7 @@ def shared_rows_reference(grads: Sequence[Tensor], rows: Tensor, scales: Tensor)
 def shared_rows_kernel(grads, rows_ptr, scales_ptr, out_ptr, sums_ptr, size, grad_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.load(rows_ptr + at, mask=at < size, other=0.0).to(tl.float32)
-    total, of_grad = tl.zeros((BLOCK,), tl.float32), at
-    if WIDTH is not None:                                                # gradients whose rows stand apart
-        of_grad = at // WIDTH * grad_row + at % WIDTH
+    total, of_grad = tl.zeros((BLOCK,), tl.float32), at // WIDTH * grad_row + at % WIDTH
     for i in tl.static_range(len(grads)):
         grad = tl.load(grads[i] + of_grad, mask=at < size, other=0.0).to(tl.float32)
         total += tl.load(scales_ptr + i) * grad
@@ -63,18 +61,17 @@ def shared_rows(
     check(rows.ndim == 2 and rows.is_contiguous() and rows.dtype in (torch.bfloat16, torch.float16, torch.float32), "rows", rows,
           "contiguous, (n, width) in bf16, fp16 or float32")
     n, width = rows.shape
-    step = width if grads[0].is_contiguous() else grads[0].stride(0)
+    step = grads[0].stride(0)
     for i, grad in enumerate(grads):
-        check(grad.shape == rows.shape and grad.dtype == rows.dtype and (grad.is_contiguous() if step == width else
-              grad.stride() == (step, 1)), f"grads[{i}]", grad, f"({n}, {width}) {rows.dtype} with contiguous rows, {step} elements apart")
+        check(grad.shape == rows.shape and grad.dtype == rows.dtype and grad.stride(1) == 1 and (n == 1 or grad.stride(0) == step),
+              f"grads[{i}]", grad, f"({n}, {width}) {rows.dtype} with contiguous rows, {step} elements apart")
     check(scales.shape == (len(grads),) and scales.dtype == torch.float32 and scales.is_contiguous(), "scales", scales,
           f"({len(grads)},) float32")
     block, warps = tuned or CONFIGS[0]
     tiles = triton.cdiv(rows.numel(), block)
     out, sums = torch.empty_like(rows), scales.new_empty(tiles, len(grads))
     if tiles:
-        shared_rows_kernel[tiles,](tuple(grads), rows, scales, out, sums, rows.numel(), step, WIDTH=None if step == width else width,
-                                   BLOCK=block, num_warps=warps)
+        shared_rows_kernel[tiles,](tuple(grads), rows, scales, out, sums, rows.numel(), step, WIDTH=width, BLOCK=block, num_warps=warps)
     return out, sums.sum(0)
 
 
