@@ -425,7 +425,7 @@ HASH = 998_244_353, 1_000_003, 2_654_435_761, 3_266_489_917, 668_265_263      # 
 
 
 def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
-    """Which of `count` rows belongs to the so many tokens that end with each (n,), length by length (len(lengths) n,).
+    """Which of `count` rows belongs to the so many tokens that end with each (n,), token by token (n len(lengths),).
 
     Tokens count from 1; what is before a sequence is 0.
     """
@@ -433,7 +433,7 @@ def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], coun
     for factor in HASH[:max(lengths)]:
         found.append(index := token * factor ^ index)
         token = previous(token, is_start)
-    return torch.cat([found[length - 1] % count for length in lengths])
+    return torch.stack([found[length - 1] % count for length in lengths], 1).flatten()
 
 
 def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
@@ -499,7 +499,7 @@ class GPT(nn.Module):
         self.ngram_table = table(config.ngram_rows, config.head_dim // world.size) if self.ngrams else None     # this rank's columns
         self.attention_scalars = small(len(layers), 2)                   # of Q, K, V and of O
         self.residual_scalars = small(len(layers), 2)                    # of the two sub-layers
-        self.ngram_scalars = small(len(self.ngrams), len(layers)) if self.ngrams else None
+        self.ngram_scalars = small(len(layers), len(self.ngrams)) if self.ngrams else None
         self.scalars = small(2)                                          # smear, backout
         self.smear_gate = small(config.gate_channels) if config.smear else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
@@ -560,25 +560,25 @@ class GPT(nn.Module):
         return qkv_weight(next(weights), scale_qkv, width) if qkv else None, mlp_weights(*weights, width) if hidden else None
 
     def heads(self, layer: Layer, x: Tensor, weight: Tensor, scale: Tensor, positions: tuple[Tensor, ...], value_row: Tensor | None,
-              value_gate: Tensor | None, terms: tuple[Term, ...], quantized: QKVWeight | None) -> tuple[Tensor, Tensor, Tensor]:
+              value_gate: Tensor | None, term: Term | None, quantized: QKVWeight | None) -> tuple[Tensor, Tensor, Tensor]:
         """q, k (n, heads, qk_dim) and v (n, heads, head_dim), from the normed residual x (n, width).
 
-        `positions`: cos, sin (n, r) and where sequences start (n,). `terms`: rows (n, head_dim) added to the first heads' values, one a head.
+        `positions`: cos, sin (n, r) and where sequences start (n,). `term`: rows (n, k, head_dim) added to the first k heads' values.
         """
         config, run = self.config, self.part
-        form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window, terms
+        form = config.qk_dim, config.head_dim, config.key_offset and layer.long_window, term
         weight, into = weight[:-config.width], gradient(weight)[:-config.width]
         if self.fp8_attention:
             return fp8_qkv_heads(x, weight, scale, *positions, value_row, value_gate, *form, into, quantized)
         qkv, columns = scaled_linear(x, weight, scale, 0 if value_row is None else config.gate_channels // 2, into)
         return run[qkv_heads_twin](qkv, *positions, None if value_row is None else columns, value_row, value_gate, *form)
 
-    def received(self, exchange: ColumnExchange) -> list[tuple[Term, ...]]:
+    def received(self, exchange: ColumnExchange) -> list[Term | None]:
         """What each layer adds to its first heads' values. It travels until the first layer asks for it; so may its gradient."""
         if not self.ngrams:
-            return [()] * len(self.config.layers)
+            return [None] * len(self.config.layers)
         with_heads = share if self.fp8_attention or self.part[qkv_heads_twin] is qkv_heads else share_twin
-        return list(zip(*map(with_heads, exchange.receive().chunk(len(self.ngrams)), self.ngram_scalars)))
+        return with_heads(exchange.receive().unflatten(0, (-1, len(self.ngrams))), self.ngram_scalars)
 
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None,
                 in_fp8: dict[int, tuple] | None = None) -> tuple[Tensor, Tensor]:

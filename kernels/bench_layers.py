@@ -137,9 +137,8 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
         return *(random(n, width) for _ in range(2)), residual.norm(random(n, width)), rms, scales
 
     def shared_inputs(n: int, heads: int) -> tuple:
-        rows = random(n, width // heads)
-        grads = random(LAYERS, n, heads, width // heads) + rows[:, None] / 2
-        return grads[:, :, 0], rows, torch.rand(LAYERS, device="cuda") + 0.5
+        rows, grads = random(n, heads, width // 6), random(LAYERS, n, 6, width // 6)[:, :, :heads]
+        return grads.add_(rows / 2), rows, torch.rand(LAYERS, heads, device="cuda") + 0.5
 
     def shared(function: Callable) -> Callable:
         return lambda grads, rows, scales, **tuned: function(grads.unbind(), rows, scales, **tuned)
@@ -159,9 +158,9 @@ def residual_cases(width: int = 768) -> Iterator[Case]:
             plain, beside = fork(residual.norm_fork_twin, count), partial(gradients, inputs=count)
             yield Case(f"norm beside {name}, both ways", shape, lambda n=n, count=count: tuple(random(n, width) for _ in range(2 + count)),
                        fork(residual.norm_fork, count), plain, 0.0, (4 + 2 * count) * one, wrap=beside, exact=beside(plain))
-        for heads, name in ((1, ""), (6, ", one head of six")):
-            yield Case(f"shared row's gradient, {LAYERS} layers{name}", shape, partial(shared_inputs, n, heads),
-                       shared(shared_rows.shared_rows), shared(shared_rows.shared_rows_reference), 0.0, (LAYERS + 2) * one / heads,
+        for heads in (1, 3):
+            yield Case(f"shared rows' gradient, {LAYERS} layers, {heads} of 6 heads", shape, partial(shared_inputs, n, heads),
+                       shared(shared_rows.shared_rows), shared(shared_rows.shared_rows_reference), 0.0, (LAYERS + 2) * one * heads / 6,
                        configs=shared_rows.CONFIGS)
 
 

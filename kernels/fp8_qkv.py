@@ -19,7 +19,7 @@ from kernels.linear import weight_gradients
 from kernels.mlp import to_fp8
 from kernels.quantize import Quantized, normed_scale, paired
 from kernels.qkv import heads_backward, heads_forward, qkv_heads_twin
-from kernels.shared_rows import Term, leave_heads
+from kernels.shared_rows import Term, leave
 from kernels.value_gate import value_mix, value_mix_backward
 
 
@@ -56,7 +56,7 @@ def heads_backward_twin(grads: tuple[Tensor, ...], qkv: Tensor, tables: tuple[Te
 class FP8Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
-                value_gate: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...],
+                value_gate: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool, term: Term | None,
                 into: Tensor | None, quantized: QKVWeight, fused: bool, x8: tuple[Tensor, ...], *_: Tensor) -> tuple[Tensor, ...]:
         (weight8, weight8_transposed, *_), weight_scale_learned, x_scale, grad_scale = quantized
         seen, mix = None, None
@@ -72,18 +72,18 @@ class FP8Heads(torch.autograd.Function):
         tables, form = (cos, sin, is_start), (qk_dim, head_dim, key_offset)
         ctx.save_for_backward(qkv, *tables, value_row, value_gate, mix, seen, x8_transposed, weight, weight8_transposed, scale,
                               x_scale, grad_scale, weight_scale_learned)
-        ctx.form, ctx.fused, ctx.into, ctx.left = form, fused, into, [term[2:] for term in terms]
+        ctx.form, ctx.fused, ctx.into, ctx.term = form, fused, into, term
         if fused:
-            heads = heads_forward(qkv, *tables, value_row, mix, *form, terms)
+            heads = heads_forward(qkv, *tables, value_row, mix, *form, term)
         else:
-            heads = qkv_heads_twin(qkv, *tables, seen, value_row, value_gate, *form, terms)
+            heads = qkv_heads_twin(qkv, *tables, seen, value_row, value_gate, *form, term)
         return heads
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (qkv, *tables, value_row, value_gate, mix, seen, x8_transposed, weight, weight8_transposed, scale, x_scale, grad_scale,
          weight_scale_learned) = ctx.saved_tensors
-        grads, gate_grad = (*grads[:2], leave_heads(ctx.left, grads[2])), None
+        grads, gate_grad = (*grads[:2], leave(ctx.term, grads[2])), None
         if ctx.fused:
             grad8, row_grad, mix_grad, transposed = heads_backward(*grads, qkv, *tables, value_row, mix, *ctx.form, scale=grad_scale)
         else:
@@ -99,28 +99,28 @@ class FP8Heads(torch.autograd.Function):
         of_product = product(transposed, x8_transposed.T, grad_scale, x_scale, fast=False)       # of s·W
         values = len(weight) - grads[2][0].numel()                       # from here on; Q and K, which are normed, do not depend on the scale
         of_weight = weight_gradients(ctx.into, of_product, weight, scale, ctx.fused, values)
-        return x_grad, *of_weight, None, None, None, row_grad, gate_grad, *[None] * (8 + len(ctx.left))
+        return x_grad, *of_weight, None, None, None, row_grad, gate_grad, *[None] * 9
 
 
-def fp8_heads(x: Tensor | Quantized, weight: Tensor, scale: Tensor, *arguments, terms: tuple[Term, ...], into: Tensor | None,
+def fp8_heads(x: Tensor | Quantized, weight: Tensor, scale: Tensor, *arguments, term: Term | None, into: Tensor | None,
               quantized: QKVWeight | None, fused: bool) -> tuple[Tensor, ...]:
     x, *x8 = x if isinstance(x, Quantized) else (x,)
     if quantized is None:
         quantized = qkv_weight(*(fp8_weights if fused else fp8_weights_twin)((weight.detach(),)), scale, weight.size(1), fused)
-    return FP8Heads.apply(x, weight, scale, *arguments, terms, into, quantized, fused, tuple(x8), *[term.rows for term in terms])
+    return FP8Heads.apply(x, weight, scale, *arguments, term, into, quantized, fused, tuple(x8), None if term is None else term.rows)
 
 
 def fp8_qkv_heads_twin(x: Tensor, weight: Tensor, scale: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None,
-                       value_gate: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool, terms: tuple[Term, ...] = (),
+                       value_gate: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool, term: Term | None = None,
                        fp8: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Plain form of `fp8_qkv_heads`, in x's dtype, with terms from `share_twin`; with `fp8` its products alone are FP8, to compare the
-    kernels with, terms from `share` and x may be a `Quantized`."""
+    """Plain form of `fp8_qkv_heads`, in x's dtype, with a term from `share_twin`; with `fp8` its products alone are FP8, to compare the
+    kernels with, the term from `share` and x may be a `Quantized`."""
     if fp8:
         return fp8_heads(x, weight, scale, cos, sin, is_start, value_row, value_gate, qk_dim, head_dim, key_offset,
-                         terms=terms, into=None, quantized=None, fused=False)
+                         term=term, into=None, quantized=None, fused=False)
     seen = None if value_row is None else x[:, :value_gate.size(1) // 2]
     qkv = F.linear(x, weight * scale)
-    return qkv_heads_twin(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, terms)
+    return qkv_heads_twin(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, term)
 
 
 def fp8_qkv_heads(
@@ -135,13 +135,13 @@ def fp8_qkv_heads(
     qk_dim: int,
     head_dim: int,
     key_offset: bool,
-    terms: tuple[Term, ...] = (),  # as `qkv_heads` takes them
+    term: Term | None = None,  # as `qkv_heads` takes it
     into: Tensor | None = None,  # like weight: its gradient is added here, in place of being returned
     quantized: QKVWeight | None = None,  # weight and scale for the products, where they are at hand; else they are made
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k (n, heads, qk_dim) and v (n, heads, head_dim), contiguous, of x's dtype. Of a `Quantized` x the gates see what FP8 left.
 
-    n, width and the length of weight are multiples of 16. Gradients for x, weight, scale, value_row, value_gate and through terms.
+    n, width and the length of weight are multiples of 16. Gradients for x, weight, scale, value_row, value_gate and through the term.
     """
     return fp8_heads(x, weight, scale, cos, sin, is_start, value_row, value_gate, qk_dim, head_dim, key_offset,
-                     terms=terms, into=into, quantized=quantized, fused=True)
+                     term=term, into=into, quantized=quantized, fused=True)

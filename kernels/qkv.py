@@ -1,12 +1,12 @@
-"""q, k = rotate(rms_norm(Q)), rotate(rms_norm(K)), v = V + 2σ(seen·gate) value_row + b rows: all between the product QKV and attention.
+"""q, k = rotate(rms_norm(Q)), rotate(rms_norm(K)), v = V + 2σ(seen·gate) value_row + b·rows: all between the product QKV and attention.
 
 In long windows the position-free channels of k then come from the token before. One pass each way: forward reads QKV and writes
 q, k, v; backward reads Q, K and the gradients of q, k, v and writes QKV's, as the next product wants it, in one piece. For 49,152
 tokens of 6 heads of 128 channels in bf16 that is 453 and 604 MB, at the bandwidth of one H200 108 and 145 µs, and takes 256 (README.md);
 value rows add 75 and 151 MB. Compiled PyTorch takes several passes each way.
 
-b rows is a `Term` that all layers share, such as a trigram's row, as wide as a head: the i-th goes to the i-th head alone. It adds 13 MB
-forward and nothing backward, where a layer leaves that head's part of v's gradient to `kernels.shared_rows`.
+b·rows is a `Term` that all layers share, such as n-grams' rows, each as wide as a head, for the first heads alone. It adds 13 MB a head
+forward and nothing backward, where a layer leaves those heads' part of v's gradient to `kernels.shared_rows`.
 
 A program takes one head of a few tokens, Q, K and V of it. Norms are computed again in the backward pass; what is rotated
 with a channel is read a second time, from cache: so a row keeps one layout, is read in whole lines and needs no shared memory.
@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.backend import check, tl, triton
 from kernels.relu_squared import pairs
 from kernels.rotary import angles, load_rotated, rotate
-from kernels.shared_rows import Term, leave_heads, of_heads
+from kernels.shared_rows import Term, leave, of_heads
 from kernels.value_gate import value_mix, value_mix_backward, value_mix_reference
 
 EPS = torch.finfo(torch.float32).eps            # what rms_norm adds for every dtype up to float32
@@ -34,7 +34,7 @@ E5M2 = torch.float8_e5m2
 
 def qkv_heads_twin(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, seen: Tensor | None, value_row: Tensor | None,
                    value_gate: Tensor | None, qk_dim: int, head_dim: int, key_offset: bool,
-                   terms: tuple[Term, ...] = ()) -> tuple[Tensor, Tensor, Tensor]:
+                   term: Term | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Plain PyTorch twin of `qkv_heads`."""
     dims = qk_dim, qk_dim, head_dim
     heads = qkv.size(1) // sum(dims)
@@ -46,9 +46,9 @@ def qkv_heads_twin(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, seen
         k = torch.cat([k[..., :rotary], before.masked_fill(is_start[:, None, None], 0)], dim=-1)
     if value_row is not None:
         v = v + value_mix_reference(seen, value_row, value_gate)[..., None] * value_row.view_as(v)
-    if terms:
-        rows = torch.stack([term.scale * term.rows for term in terms], 1)
-        v = torch.cat([v[:, :len(terms)] + rows, v[:, len(terms):]], 1)
+    if term is not None:
+        first, others = v.split([term.rows.size(1), heads - term.rows.size(1)], 1)
+        v = torch.cat([(first + term.scale[:, None] * term.rows).type_as(v), others], 1)
     return q, k, v.contiguous()
 
 
@@ -72,8 +72,8 @@ def norm_backward(x, grad, EPS: tl.constexpr, QK_DIM: tl.constexpr):
 
 
 @triton.jit
-def heads_kernel(qkv_ptr, cos_ptr, sin_ptr, is_start_ptr, row_ptr, mix_ptr, shared_rows, shared_scales, q_ptr, k_ptr, v_ptr, n,
-                 OFFSET: tl.constexpr, VALUE: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
+def heads_kernel(qkv_ptr, cos_ptr, sin_ptr, is_start_ptr, row_ptr, mix_ptr, shared_ptr, shared_scale_ptr, q_ptr, k_ptr, v_ptr, n,
+                 SHARED: tl.constexpr, OFFSET: tl.constexpr, VALUE: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr,
                  EPS: tl.constexpr, QK_DIM: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr):
     head, token, channel, value_channel = place(HEADS, TOKENS, QK_DIM, HEAD_DIM)
     live, inside = token < n, (token < n)[:, None]
@@ -97,10 +97,10 @@ def heads_kernel(qkv_ptr, cos_ptr, sin_ptr, is_start_ptr, row_ptr, mix_ptr, shar
     if VALUE:
         mix = tl.load(mix_ptr + token * HEADS + head, mask=live, other=0.0)[:, None]
         v += mix * tl.load(row_ptr + value_out, mask=inside, other=0.0).to(tl.float32)
-    if shared_rows is not None:
-        for i in tl.static_range(len(shared_rows)):                                     # another head reads nothing and adds zero
-            shared = tl.load(shared_rows[i] + token[:, None] * HEAD_DIM + value_channel, mask=inside & (head == i), other=0.0)
-            v += tl.load(shared_scales[i], mask=head == i, other=0.0) * shared.to(tl.float32)
+    if SHARED:                                                                          # another head reads nothing and adds zero
+        shared = shared_ptr + token[:, None] * (SHARED * HEAD_DIM) + head * HEAD_DIM + value_channel
+        shared = tl.load(shared, mask=inside & (head < SHARED), other=0.0).to(tl.float32)
+        v += tl.load(shared_scale_ptr + head, mask=head < SHARED, other=0.0) * shared
     tl.store(v_ptr + value_out, v.to(v_ptr.dtype.element_ty), mask=inside)
 
 
@@ -175,15 +175,15 @@ def _form(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Te
 
 
 def heads_forward(qkv: Tensor, cos: Tensor, sin: Tensor, is_start: Tensor, value_row: Tensor | None, mix: Tensor | None, qk_dim: int,
-                  head_dim: int, key_offset: bool, terms: tuple[Term, ...] = (),
+                  head_dim: int, key_offset: bool, term: Term | None = None,
                   tuned: tuple[int, int] = CONFIGS[0]) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k (n, heads, qk_dim) and v (n, heads, head_dim) = V + mix value_row + terms; mix (n, heads) float32."""
+    """q, k (n, heads, qk_dim) and v (n, heads, head_dim) = V + mix value_row + term; mix (n, heads) float32."""
     form, (tokens, warps), n = _form(qkv, cos, sin, is_start, value_row, mix, qk_dim, head_dim, key_offset), tuned, len(qkv)
     q, k, v = (torch.empty(n, form["HEADS"], dim, dtype=qkv.dtype, device=qkv.device) for dim in (qk_dim, qk_dim, head_dim))
-    rows, scales = of_heads(terms, v)
+    rows, scale, shared = of_heads(term, v)
     if n:
         heads_kernel[triton.cdiv(n, tokens) * form["HEADS"],](
-            qkv, cos, sin, is_start, value_row, mix, rows, scales, q, k, v, n, **form, TOKENS=tokens, num_warps=warps)
+            qkv, cos, sin, is_start, value_row, mix, rows, scale, q, k, v, n, SHARED=shared, **form, TOKENS=tokens, num_warps=warps)
     return q, k, v
 
 
@@ -215,20 +215,20 @@ def heads_backward(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, qkv: Tensor, 
 class Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim: int, head_dim: int, key_offset: bool,
-                terms: tuple[Term, ...], tuned, *_: Tensor) -> tuple[Tensor, ...]:
+                term: Term | None, tuned, *_: Tensor) -> tuple[Tensor, ...]:
         mix = None if value_row is None else value_mix(seen, value_row, value_gate)
         ctx.save_for_backward(qkv, cos, sin, is_start, value_row, mix, seen, value_gate)
-        ctx.form, ctx.left = (qk_dim, head_dim, key_offset, tuned), [term[2:] for term in terms]
-        return heads_forward(qkv, cos, sin, is_start, value_row, mix, qk_dim, head_dim, key_offset, terms, tuned)
+        ctx.form, ctx.term = (qk_dim, head_dim, key_offset, tuned), term
+        return heads_forward(qkv, cos, sin, is_start, value_row, mix, qk_dim, head_dim, key_offset, term, tuned)
 
     @staticmethod
     def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, seen, value_gate = ctx.saved_tensors
-        grad, row_grad, mix_grad, _ = heads_backward(*grads[:2], leave_heads(ctx.left, grads[2]), *tensors, *ctx.form)
+        grad, row_grad, mix_grad, _ = heads_backward(*grads[:2], leave(ctx.term, grads[2]), *tensors, *ctx.form)
         seen_grad = gate_grad = None
         if row_grad is not None:
             seen_grad, gate_grad = value_mix_backward(mix_grad, tensors[-1], seen, tensors[-2], value_gate, row_grad)
-        return grad, None, None, None, seen_grad, row_grad, gate_grad, *[None] * (5 + len(ctx.left))
+        return grad, None, None, None, seen_grad, row_grad, gate_grad, *[None] * 6
 
 
 def qkv_heads(
@@ -242,9 +242,9 @@ def qkv_heads(
     qk_dim: int,  # channels of a query and of a key, a power of two
     head_dim: int,  # channels of a value, a power of two
     key_offset: bool,  # the channels of k past 2r come from the token before, zero where a sequence starts
-    terms: tuple[Term, ...] = (),  # from `share`, rows (n, head_dim) like qkv: what is added to the first heads' values, one a head
+    term: Term | None = None,  # from `share`, rows (n, k, head_dim) like qkv: what is added to the first heads' values
     tuned: tuple[int, int] = CONFIGS[0],  # both ways
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k (n, heads, qk_dim) and v (n, heads, head_dim), contiguous; gradients for qkv, seen, value_row, value_gate and through terms."""
-    return Heads.apply(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, terms, tuned,
-                       *[term.rows for term in terms])
+    """q, k (n, heads, qk_dim) and v (n, heads, head_dim), contiguous; gradients for qkv, seen, value_row, value_gate and through the term."""
+    return Heads.apply(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, term, tuned,
+                       None if term is None else term.rows)

@@ -1,10 +1,11 @@
-"""Rows that every layer adds to a head's values, times a scalar b_i: their gradient Σ b_i grad_i over layers, and b_i's, Σ rows · grad_i.
+"""Rows that every layer adds to its first heads' values, b_ij rows_j to head j's in layer i: their gradient Σ_i b_ij grad_ij over the
+layers, and b_ij's, Σ rows_j · grad_ij.
 
 grad_i is what layer i's kernel returns for what it added the rows to. Layers therefore only leave grad_i behind (`Term`), and when the
-last has run, one kernel reads rows and all of them: 13 tensors cross memory for 11 layers, where adding layer by layer moves 32 and
-rounds each sum. (8 layers: 10 and 23.) The tensors are as wide as a head, and grad_i is some columns of the gradient of values
-(`kernels.qkv`), read where it stands: nothing is copied, but that gradient, 75 MB a layer for 49,152 tokens of 768 channels in bf16, lives
-until the last layer has run. For 8 layers of heads of 128 channels the kernel moves 126 MB.
+last has run, one kernel reads rows and all of them: 10 tensors cross memory for 8 layers, where adding layer by layer moves 23 and
+rounds each sum. grad_i is some columns of the gradient of values (`kernels.qkv`), read where it stands: nothing is copied, but that
+gradient, 75 MB a layer for 49,152 tokens of 768 channels in bf16, lives until the last layer has run. For 3 of 6 heads of 128 channels
+and 8 layers the kernel moves 378 MB.
 
 No atomics: all sums have one order, repeated runs are bit-equal. Times: README.md.
 """
@@ -20,9 +21,9 @@ CONFIGS = [(2048, 4), (4096, 8), (4096, 4), (8192, 8)]                   # (elem
 
 
 class Term(NamedTuple):
-    """What one layer adds: scale · rows."""
-    rows: Tensor  # (n, width), the same for all layers
-    scale: Tensor  # 0-dim float32
+    """What one layer adds: scale[j] · rows[:, j] to the values of head j."""
+    rows: Tensor  # (n, k, head_dim), the same for all layers
+    scale: Tensor  # (k,) float32
     grads: list[Tensor | None] | None = None  # where each layer's kernel leaves its gradient; None from `share_twin`
     layer: int = 0  # its place there
 
@@ -35,43 +36,46 @@ def share_twin(rows: Tensor, scales: Tensor) -> list[Term]:
 def shared_rows_reference(grads: Sequence[Tensor], rows: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Plain PyTorch twin of `shared_rows`."""
     wide = torch.promote_types(rows.dtype, torch.float32)
-    total = sum(scale * grad.to(wide) for scale, grad in zip(scales, grads)).to(rows.dtype)
-    return total, torch.stack([(rows.to(wide) * grad).sum() for grad in grads]).to(scales.dtype)
+    total = sum(scale[:, None] * grad.to(wide) for scale, grad in zip(scales, grads)).to(rows.dtype)
+    return total, torch.stack([(rows.to(wide) * grad).sum((0, 2)) for grad in grads]).to(scales.dtype)
 
 
 @triton.jit
-def shared_rows_kernel(grads, rows_ptr, scales_ptr, out_ptr, sums_ptr, size, grad_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    rows = tl.load(rows_ptr + at, mask=at < size, other=0.0).to(tl.float32)
-    total, of_grad = tl.zeros((BLOCK,), tl.float32), at // WIDTH * grad_row + at % WIDTH
+def shared_rows_kernel(grads, rows_ptr, scales_ptr, out_ptr, sums_ptr, n, grad_row, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+                       BLOCK: tl.constexpr):
+    head, tile = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS
+    element = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)            # of this head alone
+    token, channel, live = element // HEAD_DIM, head * HEAD_DIM + element % HEAD_DIM, element < n * HEAD_DIM
+    at, of_grad = token * (HEADS * HEAD_DIM) + channel, token * grad_row + channel
+    rows, total = tl.load(rows_ptr + at, mask=live, other=0.0).to(tl.float32), tl.zeros((BLOCK,), tl.float32)
     for i in tl.static_range(len(grads)):
-        grad = tl.load(grads[i] + of_grad, mask=at < size, other=0.0).to(tl.float32)
-        total += tl.load(scales_ptr + i) * grad
-        tl.store(sums_ptr + tl.program_id(0) * len(grads) + i, tl.sum(rows * grad))
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=at < size)
+        grad = tl.load(grads[i] + of_grad, mask=live, other=0.0).to(tl.float32)
+        total += tl.load(scales_ptr + i * HEADS + head) * grad
+        tl.store(sums_ptr + (tile * len(grads) + i) * HEADS + head, tl.sum(rows * grad))
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=live)
 
 
 def shared_rows(
-    grads: Sequence[Tensor],  # k, one or more, (n, width) like rows, or columns of contiguous tensors of one width
-    rows: Tensor,  # (n, width) bf16, fp16 or float32, contiguous
-    scales: Tensor,  # (k,) float32
+    grads: Sequence[Tensor],  # one or more (layers), (n, k, head_dim) like rows: first heads of contiguous (n, heads, head_dim)
+    rows: Tensor,  # (n, k, head_dim) bf16, fp16 or float32, contiguous
+    scales: Tensor,  # (layers, k) float32
     tuned: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Σ scales[i] grads[i], like rows, rounded once, and the dot products of rows with each of grads, (k,) float32."""
-    check(rows.ndim == 2 and rows.is_contiguous() and rows.dtype in (torch.bfloat16, torch.float16, torch.float32), "rows", rows,
-          "contiguous, (n, width) in bf16, fp16 or float32")
-    n, width = rows.shape
-    step = grads[0].stride(0)
+    """Σ scales[i] grads[i], like rows, rounded once, and the dot products of each head's rows with its grads, like scales."""
+    check(rows.ndim == 3 and rows.is_contiguous() and rows.dtype in (torch.bfloat16, torch.float16, torch.float32), "rows", rows,
+          "contiguous, (n, k, head_dim) in bf16, fp16 or float32")
+    (n, heads, head_dim), step = rows.shape, grads[0].stride(0)
     for i, grad in enumerate(grads):
-        check(grad.shape == rows.shape and grad.dtype == rows.dtype and grad.stride(1) == 1 and (n == 1 or grad.stride(0) == step),
-              f"grads[{i}]", grad, f"({n}, {width}) {rows.dtype} with contiguous rows, {step} elements apart")
-    check(scales.shape == (len(grads),) and scales.dtype == torch.float32 and scales.is_contiguous(), "scales", scales,
-          f"({len(grads)},) float32")
+        check(grad.shape == rows.shape and grad.dtype == rows.dtype and (n == 1 or grad.stride(0) == step)
+              and grad[:1].is_contiguous(), f"grads[{i}]", grad, f"{tuple(rows.shape)} {rows.dtype} with contiguous rows, {step} elements apart")
+    check(scales.shape == (len(grads), heads) and scales.dtype == torch.float32 and scales.is_contiguous(), "scales", scales,
+          f"({len(grads)}, {heads}) float32")
     block, warps = tuned or CONFIGS[0]
-    tiles = triton.cdiv(rows.numel(), block)
-    out, sums = torch.empty_like(rows), scales.new_empty(tiles, len(grads))
+    tiles = triton.cdiv(n * head_dim, block)
+    out, sums = torch.empty_like(rows), scales.new_empty(tiles, *scales.shape)
     if tiles:
-        shared_rows_kernel[tiles,](tuple(grads), rows, scales, out, sums, rows.numel(), step, WIDTH=width, BLOCK=block, num_warps=warps)
+        shared_rows_kernel[tiles * heads,](tuple(grads), rows, scales, out, sums, n, step, HEADS=heads, HEAD_DIM=head_dim, BLOCK=block,
+                                           num_warps=warps)
     return out, sums.sum(0)
 
 
@@ -89,38 +93,40 @@ class Share(torch.autograd.Function):
         rows, scales = ctx.saved_tensors
         left = [grad for grad in ctx.grads if grad is not None]
         if len(left) < len(ctx.grads):                                   # layers that nothing reads
-            nothing = torch.zeros_like(rows) if not left else rows.new_zeros(len(rows), left[0].stride(0))[:, :rows.size(1)]
-            left = [nothing if grad is None else grad for grad in ctx.grads]
+            nothing = torch.zeros_like(rows) if not left else rows.new_zeros(len(rows), left[0].stride(0))[:, :rows[0].numel()]
+            left = [nothing.view_as(rows) if grad is None else grad for grad in ctx.grads]
         total, sums = shared_rows(left, rows, scales)
         ctx.grads[:] = [None] * len(ctx.grads)
         return total if grad is None else total + grad, sums, None
 
 
 def share(rows: Tensor, scales: Tensor) -> list[Term]:
-    """For each of the layers, whose `scales` (layers,) float32 are, what it passes to `qkv_heads` or `fp8_qkv_heads`; rows (n, head_dim).
+    """For each of the layers, whose `scales` (layers, k) float32 are, what it passes to `qkv_heads` or `fp8_qkv_heads`.
 
-    The gradients of both come from here alone: other uses of a `Term`, also by `qkv_heads_twin`, give `scales` none.
+    rows (n, k, head_dim). The gradients of both come from here alone: other uses of a `Term`, also by `qkv_heads_twin`, give `scales` none.
     """
     grads: list[Tensor | None] = [None] * len(scales)
     rows = Share.apply(rows, scales, grads)
     return [Term(rows, scale, grads, layer) for layer, scale in enumerate(scales.detach().unbind())]
 
 
-def of_heads(terms: tuple[Term, ...], v: Tensor) -> tuple[tuple[Tensor, ...] | None, tuple[Tensor, ...] | None]:
-    """Rows and scales of terms, None where there are none, of which the i-th is added to the i-th head of v (n, heads, head_dim)."""
-    n, heads, head_dim = v.shape
-    for i, (rows, scale, *_) in enumerate(terms):
-        check(i < heads and rows.shape == (n, head_dim) and rows.is_contiguous() and rows.dtype == v.dtype, f"terms[{i}].rows", rows,
-              f"contiguous ({n}, {head_dim}) {v.dtype}, and one for each of {heads} heads at most")
-        check(scale.numel() == 1 and scale.dtype == torch.float32, f"terms[{i}].scale", scale, "one float32")
-    return tuple(zip(*[term[:2] for term in terms])) or (None, None)
+def of_heads(term: Term | None, v: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+    """Rows and scale of the term, and of how many of the heads of v (n, heads, head_dim)."""
+    if term is None:
+        return None, None, 0
+    (n, heads, head_dim), (rows, scale, *_) = v.shape, term
+    check(rows.ndim == 3 and rows.shape == (n, min(rows.size(1), heads), head_dim) and rows.is_contiguous() and rows.dtype == v.dtype,
+          "term.rows", rows, f"contiguous ({n}, k, {head_dim}) {v.dtype}, of {heads} heads at most")
+    check(scale.shape == rows.shape[1:2] and scale.dtype == torch.float32 and scale.is_contiguous(), "term.scale", scale,
+          f"({rows.size(1)},) float32")
+    return rows, scale, rows.size(1)
 
 
-def leave_heads(left: Sequence[tuple], v_grad: Tensor) -> Tensor:
-    """`v_grad` (n, heads, head_dim), contiguous, whose i-th head's part is the i-th term's gradient; `left`: terms' `grads`, `layer`."""
+def leave(term: Term | None, v_grad: Tensor) -> Tensor:
+    """`v_grad` (n, heads, head_dim), contiguous, whose first heads' part is the term's gradient."""
     v_grad = v_grad.contiguous()
-    for head, (grads, layer) in enumerate(left):
-        if grads is None:
-            raise ValueError("terms must be from `share`, or their rows and scales get no gradient, but are from `share_twin`")
-        grads[layer] = v_grad[:, head]
+    if term is not None:
+        if term.grads is None:
+            raise ValueError("term must be from `share`, or its rows and scales get no gradient, but is from `share_twin`")
+        term.grads[term.layer] = v_grad[:, :term.rows.size(1)]
     return v_grad

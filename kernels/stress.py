@@ -145,33 +145,33 @@ def normed_into_fp8() -> Iterator[tuple[str, Callable]]:
 
 
 def heads() -> Iterator[tuple[str, Callable]]:
-    b = torch.tensor([0.5, 0.7], device=DEVICE).requires_grad_()         # of two layers, of which one is read
+    b = torch.tensor([[0.5], [0.7]], device=DEVICE).requires_grad_()     # of two layers, of which one is read
     for n, count, qk_dim, head_dim in ((1, 1, 16, 16), (37, 6, 128, 128), (21, 4, 64, 32), (37, 6, 64, 128)):
         cos, sin = (torch.rand(n, qk_dim // 4, device=DEVICE) for _ in range(2))
         widths = count * (2 * qk_dim + head_dim), 6, count * head_dim
         x, seen, row = (random(n, width).requires_grad_() for width in widths)
-        gate, shared = torch.randn(count, 12, device=DEVICE).requires_grad_(), (random(n, head_dim).requires_grad_(), b)
+        gate, shared = torch.randn(count, 12, device=DEVICE).requires_grad_(), (random(n, 1, head_dim).requires_grad_(), b)
         is_start = torch.arange(n, device=DEVICE) % 5 == 0
         for name, value in (("", (None, None, None)), (", value rows and a shared row", (seen, row, gate))):
             def both(tensors=(x, cos, sin, is_start, *value), dims=(qk_dim, head_dim), shared=shared if name else ()):
-                terms = tuple(shared_rows.share(*shared)[:1]) if shared else ()
-                loss = sum(out.float().square().sum() for out in qkv.qkv_heads(*tensors, *dims, True, terms))
+                term = shared_rows.share(*shared)[0] if shared else None
+                loss = sum(out.float().square().sum() for out in qkv.qkv_heads(*tensors, *dims, True, term))
                 return torch.autograd.grad(loss, [x for x in (*tensors, *shared) if x is not None and x.requires_grad])
             yield f"qkv_heads {n} × {count} × (2 × {qk_dim} + {head_dim}){name}", both
 
 
 def fp8_heads() -> Iterator[tuple[str, Callable]]:
-    scale, b = torch.tensor(0.5, device=DEVICE).requires_grad_(), torch.tensor([0.5, 0.7], device=DEVICE).requires_grad_()
-    for n, heads, qk_dim, head_dim in ((16, 1, 16, 16), (48, 6, 128, 128), (304, 6, 64, 128)):
+    scale = torch.tensor(0.5, device=DEVICE).requires_grad_()
+    for n, heads, k, qk_dim, head_dim in ((16, 1, 1, 16, 16), (48, 6, 1, 128, 128), (304, 6, 3, 64, 128)):
         cos, sin = (torch.rand(n, qk_dim // 4, device=DEVICE) for _ in range(2))
         x = torch.nn.functional.rms_norm(random(n, heads * head_dim), (heads * head_dim,)).requires_grad_()
         weight, row = (random(m, heads * head_dim).requires_grad_() for m in (heads * (2 * qk_dim + head_dim), n))
         gate, is_start = torch.randn(heads, 12, device=DEVICE).requires_grad_(), torch.arange(n, device=DEVICE) % 5 == 0
-        shared = random(n, head_dim).requires_grad_(), b
+        shared = random(n, k, head_dim).requires_grad_(), torch.rand(2, k, device=DEVICE).requires_grad_()
         for name, value in (("", (None, None)), (", value rows and a shared row", (row, gate))):
             def both(tensors=(x, weight, scale, cos, sin, is_start, *value), dims=(qk_dim, head_dim), shared=shared if name else ()):
-                terms = tuple(shared_rows.share(*shared)[:1]) if shared else ()
-                loss = sum(out.float().square().sum() for out in fp8_qkv.fp8_qkv_heads(*tensors, *dims, True, terms))
+                term = shared_rows.share(*shared)[0] if shared else None
+                loss = sum(out.float().square().sum() for out in fp8_qkv.fp8_qkv_heads(*tensors, *dims, True, term))
                 return torch.autograd.grad(loss, [x for x in (*tensors, *shared) if x is not None and x.requires_grad])
             yield f"fp8_qkv_heads {n} × {heads} × (2 × {qk_dim} + {head_dim}){name}", both
 

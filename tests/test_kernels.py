@@ -909,7 +909,7 @@ def test_qkv_heads_in_blocks_of_any_size(dims, dtype):
         torch.manual_seed(1)
         starts = (0, 4, 5, 16) if tuned[0] > 4 else (4, 5, 16)
         tensors = [*heads_inputs(21, 2, dims, False, starts=starts, dtype=dtype)[:4], row, mix]
-        results.append([*heads_forward(*tensors, *dims, True, (), tuned), *heads_backward(*grads, *tensors, *dims, True, tuned)[:3]])
+        results.append([*heads_forward(*tensors, *dims, True, None, tuned), *heads_backward(*grads, *tensors, *dims, True, tuned)[:3]])
     for other in results[1:]:
         for x, y in zip(results[0], other, strict=True):
             assert error(x, y.double()) < (1e-6 if dtype == torch.float32 else 1e-2)
@@ -950,17 +950,17 @@ def test_qkv_heads_write_all_that_they_return(monkeypatch):
     assert [x.numel() for x in heads_both_ways(qkv_heads, nothing, dims, True, none)] == [0] * 6 + [36]
 
 
-def heads_of_layers(functions: tuple, layers: list, tables: list, dims: tuple[int, int], key_offset: bool, repeat: bool = False) -> list:
-    """q, k, v of layers, each given as what `heads_inputs` and `heads_grads` made, that all add the rows of `tables`, and all gradients.
+def heads_of_layers(functions: tuple, layers: list, shared: list, dims: tuple[int, int], key_offset: bool, repeat: bool = False) -> list:
+    """q, k, v of layers, each given as what `heads_inputs` and `heads_grads` made, that all add the rows of `shared`, and all gradients.
 
-    `layers` of which the gradients are None are read by nothing; `tables`: rows and their scales; `repeat`: from the second backward pass.
+    `layers` of which the gradients are None are read by nothing; `shared`: rows and their scales; `repeat`: from the second backward pass.
     """
     share_rows, function = functions
-    tables = [[x.detach().clone().requires_grad_() for x in table] for table in tables]
-    wanted, outs, grads = [x for table in tables for x in table], [], []
-    for (inputs, of_layer), terms in zip(layers, zip(*[share_rows(1 * rows, scales) for rows, scales in tables])):
+    rows, scales = shared = [x.detach().clone().requires_grad_() for x in shared]
+    wanted, outs, grads = [*shared], [], []
+    for (inputs, of_layer), term in zip(layers, share_rows(1 * rows, scales)):
         leaves = [x.detach().requires_grad_() if i in (0, 4, 5, 6) and x is not None else x for i, x in enumerate(inputs)]
-        out = function(*leaves, *dims, key_offset, terms)
+        out = function(*leaves, *dims, key_offset, term)
         if of_layer is not None:
             outs, grads = [*outs, *out[:len(of_layer)]], [*grads, *(g.to(out[0]) for g in of_layer)]
             wanted += [x for x in (leaves if len(of_layer) == 3 else leaves[:1]) if x is not None and x.requires_grad]
@@ -970,8 +970,8 @@ def heads_of_layers(functions: tuple, layers: list, tables: list, dims: tuple[in
     return [*(x.detach() for x in outs), *torch.autograd.grad(outs, wanted, grads)]
 
 
-def shared_tables(n: int, head_dim: int, layers: int, count: int, dtype=DTYPES[0]) -> list:
-    return [(random(n, head_dim, dtype=dtype), torch.randn(layers, device=DEVICE)) for _ in range(count)]
+def shared_inputs(n: int, head_dim: int, layers: int, count: int, dtype=DTYPES[0]) -> list:
+    return [random(n, count, head_dim, dtype=dtype), torch.randn(layers, count, device=DEVICE)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -982,51 +982,50 @@ def test_shared_rows_in_the_heads_of_layers(n, heads, dims, count, key_offset, v
     layers = [(heads_inputs(n, heads, dims, value, dtype=dtype), heads_grads(n, heads, dims, dtype)) for _ in range(4)]
     layers[1][1][2] = random(heads, dims[1], n, dtype=dtype).permute(2, 0, 1)
     layers[2], layers[3] = (layers[2][0], layers[2][1][:2]), (layers[3][0], None)
-    tables = shared_tables(n, dims[1], len(layers), count, dtype)
+    shared = shared_inputs(n, dims[1], len(layers), count, dtype)
     wide = [(double(inputs), grads) for inputs, grads in layers]
     twin, kernel = (share_twin, qkv_heads_twin), (share, qkv_heads)
-    exact = heads_of_layers(twin, wide, [double(table) for table in tables], dims, key_offset)
-    plain = heads_of_layers(twin, layers, tables, dims, key_offset)
-    ours = heads_of_layers(kernel, layers, tables, dims, key_offset)
+    exact = heads_of_layers(twin, wide, double(shared), dims, key_offset)
+    plain = heads_of_layers(twin, layers, shared, dims, key_offset)
+    ours = heads_of_layers(kernel, layers, shared, dims, key_offset)
     for x, theirs, right in zip(ours, plain, exact, strict=True):
-        assert_as_exact_as_pytorch(x, theirs, right, 1e-5 if x.shape == (len(layers),) else 1e-7)
-    assert any(x.shape == (len(layers),) and x[0] != 0 and x[2:].eq(0).all() for x in ours)
+        assert_as_exact_as_pytorch(x, theirs, right, 1e-5 if x.shape == (len(layers), count) else 1e-7)
+    assert any(x.shape == (len(layers), count) and x[0].all() and not x[2:].any() for x in ours)
     for repeat in REPEATS:
-        assert all(map(torch.equal, ours, heads_of_layers(kernel, layers, tables, dims, key_offset, repeat)))
+        assert all(map(torch.equal, ours, heads_of_layers(kernel, layers, shared, dims, key_offset, repeat)))
 
 
 def test_shared_rows_reach_no_other_head_and_all_is_written(monkeypatch):
     """In every configuration and with NaN in all that is allocated."""
     dims, grads = (16, 32), heads_grads(13, 3, (16, 32))
     for value in (False, True):
-        inputs, tables = heads_inputs(13, 3, dims, value), shared_tables(13, 32, 1, 2)
+        inputs, (rows, scales) = heads_inputs(13, 3, dims, value), shared_inputs(13, 32, 1, 2)
         plain, tensors = qkv_heads(*inputs, *dims, True), (*inputs[:4], inputs[5], value_mix(*inputs[4:]) if value else None)
-        terms = tuple(Term(rows, scale[0]) for rows, scale in tables)
-        wanted = plain[2][:, :2].double() + torch.stack([rows.double() * scale.double() for rows, scale, *_ in terms], 1)
+        wanted = plain[2][:, :2].double() + rows.double() * scales[0, :, None].double()
         with monkeypatch.context() as patch:
             for name in ("empty", "empty_like"):
                 allocate = getattr(torch, name)
                 patch.setattr(torch, name, lambda *args, allocate=allocate, **more: allocate(*args, **more).fill_(float("nan")))
             for tuned in HEADS_CONFIGS:
-                q, k, v = heads_forward(*tensors, *dims, True, terms, tuned)
+                q, k, v = heads_forward(*tensors, *dims, True, Term(rows, scales[0]), tuned)
                 assert torch.equal(v[:, 2], plain[2][:, 2]) and error(v[:, :2], wanted) < (1e-6 if v.dtype == torch.float32 else 1e-2)
                 assert error(q, plain[0].double()) < 1e-3 and error(k, plain[1].double()) < 1e-3
-            results = heads_of_layers((share, qkv_heads), [(inputs, grads)], tables, dims, True)
+            results = heads_of_layers((share, qkv_heads), [(inputs, grads)], [rows, scales], dims, True)
             assert all(x.isfinite().all() for x in results)
     empty = heads_inputs(0, 3, dims, True), heads_grads(0, 3, dims)
-    nothing = heads_of_layers((share, qkv_heads), [empty], shared_tables(0, 32, 1, 1), dims, True)
+    nothing = heads_of_layers((share, qkv_heads), [empty], shared_inputs(0, 32, 1, 1), dims, True)
     assert [x.numel() for x in nothing] == [0, 0, 0, 0, 1, 0, 0, 0, 36] and nothing[4].eq(0).all()
 
 
 def test_shared_rows_of_heads_refuse_what_they_cannot_do():
-    inputs, dims, one = heads_inputs(10, 2, (16, 32), False), (16, 32), torch.ones((), device=DEVICE)
-    rows = random(10, 32)
-    for name, terms in ((r"terms\[0\].rows", [Term(rows[:5], one)]), (r"terms\[1\].rows", [Term(rows, one), Term(rows.double(), one)]),
-                        (r"terms\[0\].rows", [Term(rows.T.contiguous().T, one)]), (r"terms\[2\].rows", [Term(rows, one)] * 3),
-                        (r"terms\[0\].scale", [Term(rows, one.double())]), (r"terms\[0\].scale", [Term(rows, one.repeat(2))])):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            qkv_heads(*inputs, *dims, False, tuple(terms))
-    out = qkv_heads(*inputs, *dims, False, (share_twin(rows.requires_grad_(), one[None])[0],))
+    inputs, dims, one = heads_inputs(10, 2, (16, 32), False), (16, 32), torch.ones(1, device=DEVICE)
+    rows = random(10, 1, 32)
+    for name, term in (("rows", Term(rows[:5], one)), ("rows", Term(rows.double(), one)), ("rows", Term(rows[:, 0], one)),
+                       ("rows", Term(random(10, 1, 64)[..., ::2], one)), ("rows", Term(rows.repeat(1, 3, 1), one.repeat(3))),
+                       ("scale", Term(rows, one.double())), ("scale", Term(rows, one.repeat(2)))):
+        with pytest.raises(ValueError, match=f"term.{name} must be"):
+            qkv_heads(*inputs, *dims, False, term)
+    out = qkv_heads(*inputs, *dims, False, share_twin(rows.requires_grad_(), one[None])[0])
     with pytest.raises(ValueError, match="must be from `share`"):
         out[2].sum().backward()
 
@@ -1207,7 +1206,7 @@ def test_fp8_qkv_heads_add_their_weights_gradient_where_they_are_told():
     x, weight, scale = leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     returned = torch.autograd.grad(fp8_qkv_heads(*leaves, *tensors[3:], 16, 32, True), leaves, [g.type_as(x) for g in grads])
     into = torch.ones_like(weight)
-    out = fp8_qkv_heads(*leaves, *tensors[3:], 16, 32, True, (), into)
+    out = fp8_qkv_heads(*leaves, *tensors[3:], 16, 32, True, None, into)
     added = torch.autograd.grad(out, leaves, [g.type_as(x) for g in grads], allow_unused=True)
     assert added[1] is None and torch.equal(added[0], returned[0]) and torch.equal(added[2], returned[2])
     assert error(into, 1 + returned[1].double()) < torch.finfo(into.dtype).eps
@@ -1216,21 +1215,21 @@ def test_fp8_qkv_heads_add_their_weights_gradient_where_they_are_told():
 @pytest.mark.parametrize("value", [False, True])
 def test_shared_rows_in_fp8_qkv_heads(value):
     """Rows change their head's values alone, and no other gradient; theirs is that of v, of kernel and twin; repeated, bit for bit."""
-    dims, (rows, scales), results = (16, 32), shared_tables(48, 32, 2, 1)[0], []
+    dims, (rows, scales), results = (16, 32), shared_inputs(48, 32, 2, 1), []
     tensors, *grads = *fp8_heads_inputs(48, 2, dims, value), fp8_heads_inputs(48, 2, dims, value)[1]
     grads = [[g.to(rows) for g in of_layer] for of_layer in grads]
-    expected = shared_rows_reference([of_layer[2][:, 0].double() for of_layer in grads], rows.double(), scales.double())
+    expected = shared_rows_reference([of_layer[2][:, :1].double() for of_layer in grads], rows.double(), scales.double())
     for function in (fp8_qkv_heads, fp8_qkv_heads, partial(fp8_qkv_heads_twin, fp8=True)):
         leaves = [x.detach().clone().requires_grad_() for x in (rows, scales, tensors[1])]
         both = []
-        for terms in (zip(share(*leaves[:2])), ((), ())):                # two layers with the rows, and without
+        for terms in (share(*leaves[:2]), (None, None)):                 # two layers with the rows, and without
             outs = [function(tensors[0], leaves[2], *tensors[2:], *dims, True, of_layer) for of_layer in terms]
             found = torch.autograd.grad(sum(outs, ()), leaves, sum(grads, []), allow_unused=True)
             both.append(([x.detach() for x in outs[1]], found))
         (with_rows, found), (without, (*_, weight_grad)) = both
         assert torch.equal(found[2], weight_grad) and all(map(torch.equal, with_rows[:2], without[:2]))
         assert torch.equal(with_rows[2][:, 1:], without[2][:, 1:])
-        assert error((with_rows[2] - without[2])[:, 0], scales[1].double() * rows.double()) < (1e-5 if DEVICE == "cpu" else 2e-2)
+        assert error((with_rows[2] - without[2])[:, :1], scales[1].double() * rows.double()) < (1e-5 if DEVICE == "cpu" else 2e-2)
         for x, right, limit in zip(found, expected, (1e-6 if DEVICE == "cpu" else 1e-2, 1e-5)):
             assert error(x, right) < limit
         results.append([*with_rows, *found])
@@ -1463,14 +1462,14 @@ def test_attention_inputs_normed_into_fp8(count):
 
 @pytest.mark.parametrize("tuned", SHARED_CONFIGS)
 @pytest.mark.parametrize("count", [1, 3, 11])
-@pytest.mark.parametrize("n, heads, width", [(50, 1, 96), (50, 3, 96), (37, 6, 128), (1, 2, 16)])
-def test_shared_rows(n, heads, width, count, tuned):
-    """Of gradients that are contiguous, and of one head's columns; the other heads' are NaN."""
-    rows, scales = random(n, width), torch.randn(count, device=DEVICE)
+@pytest.mark.parametrize("n, k, heads, width", [(50, 1, 1, 96), (50, 2, 3, 96), (37, 3, 6, 128), (1, 1, 2, 16)])
+def test_shared_rows(n, k, heads, width, count, tuned):
+    """Of gradients that are contiguous, and of some heads' columns; the other heads' are NaN."""
+    rows, scales = random(n, k, width), torch.randn(count, k, device=DEVICE)
     grads = [random(n, heads, width) for _ in range(count)]
     for grad in grads:
-        grad[:, :-1] = float("nan")
-    grads = [grad[:, -1] for grad in grads]
+        grad[:, k:] = float("nan")
+    grads = [grad[:, :k] for grad in grads]
     exact = shared_rows_reference([g.double() for g in grads], rows.double(), scales.double())
     plain, ours = shared_rows_reference(grads, rows, scales), shared_rows(grads, rows, scales, tuned)
     for out, theirs, wanted, slack in zip(ours, plain, exact, (1e-7, 1e-5)):
@@ -1479,7 +1478,7 @@ def test_shared_rows(n, heads, width, count, tuned):
 
 
 def test_shared_rows_write_all_that_they_return(monkeypatch):
-    grads, rows, scales = [random(70, 3, 48)[:, 1] for _ in range(2)], random(70, 48), torch.randn(2, device=DEVICE)
+    grads, rows, scales = [random(70, 3, 48)[:, :2] for _ in range(2)], random(70, 2, 48), torch.randn(2, 2, device=DEVICE)
     wanted, allocate = shared_rows_reference(grads, rows, scales), torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *args, **more: allocate(*args, **more).fill_(float("nan")))
     assert all(torch.allclose(x, y, rtol=1e-2, atol=1e-2) for x, y in zip(shared_rows(grads, rows, scales), wanted))
@@ -1487,31 +1486,31 @@ def test_shared_rows_write_all_that_they_return(monkeypatch):
 
 
 def test_shared_rows_reference_is_the_gradient():
-    rows, scales = random(9, 8).double().requires_grad_(), random(3).double().requires_grad_()
-    grads = [random(9, 8).double() for _ in scales]
-    expected = torch.autograd.grad([scale * rows for scale in scales], (rows, scales), grads)
+    rows, scales = random(9, 2, 8).double().requires_grad_(), random(3, 2).double().requires_grad_()
+    grads = [random(9, 2, 8).double() for _ in scales]
+    expected = torch.autograd.grad([scale[:, None] * rows for scale in scales], (rows, scales), grads)
     for found, wanted in zip(shared_rows_reference(grads, rows.detach(), scales.detach()), expected):
         torch.testing.assert_close(found, wanted)
 
 
 def test_a_shared_row_gets_its_gradient_once_and_after_all_layers():
     """Two graphs at a time; a layer that nothing reads; and nothing is summed where no gradient is wanted."""
-    inputs, rows, scales = heads_inputs(6, 2, (16, 32), False), random(6, 32).requires_grad_(), torch.ones(3, device=DEVICE)
+    inputs, rows, scales = heads_inputs(6, 2, (16, 32), False), random(6, 1, 32).requires_grad_(), torch.ones(3, 1, device=DEVICE)
     graphs, seen = [], []
     for used in (3, 2):
         shared = 1 * rows
         shared.register_hook(lambda grad, used=used: seen.append((used, grad)))
-        values = [qkv_heads(*inputs, 16, 32, False, (term,))[2] for term in share(shared, scales.requires_grad_())]
+        values = [qkv_heads(*inputs, 16, 32, False, term)[2] for term in share(shared, scales.requires_grad_())]
         graphs.append(sum(values[:used]))
     (2 * graphs[0] + graphs[1]).backward(torch.ones_like(graphs[0]))
     assert sorted(used for used, _ in seen) == [2, 3]
     for used, grad in seen:
         torch.testing.assert_close(grad, torch.full_like(rows, 6.0 if used == 3 else 2.0))
     torch.testing.assert_close(rows.grad, torch.full_like(rows, 8.0))
-    uses = torch.tensor([3.0, 3.0, 2.0], device=DEVICE)
+    uses = torch.tensor([[3.0], [3.0], [2.0]], device=DEVICE)
     torch.testing.assert_close(scales.grad, rows.detach().float().sum() * uses, atol=1e-2, rtol=1e-2)
     with torch.no_grad():
-        assert not qkv_heads(*inputs, 16, 32, False, tuple(share(rows, scales)[:1]))[2].requires_grad
+        assert not qkv_heads(*inputs, 16, 32, False, share(rows, scales)[0])[2].requires_grad
 
 
 def test_a_residual_scale_of_zero_stays_finite():
@@ -1562,15 +1561,16 @@ def test_a_scaled_weight_and_its_gradient(shape, dtype):
 
 
 def test_residual_kernels_refuse_what_they_cannot_do():
-    x, one, two = random(6, 8), torch.ones((), device=DEVICE), torch.ones(2, device=DEVICE)
+    x, one, two, rows = random(6, 8), torch.ones((), device=DEVICE), torch.ones(2, device=DEVICE), random(6, 1, 8)
+    scales = two[:, None]
     for name, call in (("x", lambda: mlp_input((x.T,), two)), ("x", lambda: norm_fork((x.double(),))),
                        ("x", lambda: norm_fork((x[0],))), (r"addends\[1\]", lambda: mlp_input((x, x[:5]), two)),
                        (r"addends\[2\]", lambda: norm_fork((x, x, x.double()))),
                        ("scales", lambda: mlp_input((x, x), one)), ("scales", lambda: mlp_input((x, x), two.double())),
-                       ("scales", lambda: shared_rows([x], x, two)),
-                       (r"grads\[1\]", lambda: shared_rows([x, x[:2]], x, two)), ("rows", lambda: shared_rows([x.T], x.T, two[:1])),
-                       (r"grads\[1\]", lambda: shared_rows([random(6, 2, 8)[:, 1], x], x, two)),
-                       (r"grads\[0\]", lambda: shared_rows([x.T.contiguous().T], x, two[:1]))):
+                       ("scales", lambda: shared_rows([rows], rows, scales)), ("rows", lambda: shared_rows([x], x, scales[:1])),
+                       (r"grads\[1\]", lambda: shared_rows([rows, rows[:2]], rows, scales)),
+                       (r"grads\[1\]", lambda: shared_rows([random(6, 2, 8)[:, 1:], rows], rows, scales)),
+                       (r"grads\[0\]", lambda: shared_rows([random(6, 1, 16)[..., ::2]], rows, scales[:1]))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
     assert mlp_input((x[:0],), two)[1].shape == norm_fork((x[:0],))[0].shape == (0, 8)

@@ -192,7 +192,7 @@ def test_ngrams_stop_at_a_sequences_start(lengths):
     tokens = torch.tensor([7, 5, 6, 9, 5, 6, 9, 5, 6, 9], dtype=torch.int32)
     is_start = torch.zeros(10, dtype=torch.bool)
     is_start[[0, 4, 7]] = True
-    found = train_gpt.ngram_index(tokens, is_start, lengths, 10_007).view(len(lengths), 10)
+    found = train_gpt.ngram_index(tokens, is_start, lengths, 10_007).view(10, len(lengths)).T
     seen = [(None, None, 7), (None, 7, 5), (7, 5, 6), (5, 6, 9), (None, None, 5), (None, 5, 6), (5, 6, 9)]
     for length, index in zip(lengths, found):
         assert index.ge(0).all() and index.lt(10_007).all() and torch.equal(index[4:7], index[7:])
