@@ -536,10 +536,15 @@ class GPT(nn.Module):
         self.scalars.copy_(torch.tensor([0.0, 0.5]))
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights by name, whole, on every rank; all of them must call."""
-        weights = self.state_dict()
+        """All weights by name, whole, on rank 0; all ranks must call. The n-grams' table goes to the host: it may be longer than a GPU holds."""
+        weights, part = self.state_dict(), 2 ** 20
         if self.ngrams:
-            weights["ngram_table"] = whole_rows(self.world.of_all_ranks(self.ngram_table.detach()), self.world.size)
+            columns = weights.pop("ngram_table")
+            table = columns.new_empty(len(columns) * (self.world.rank == 0), self.config.head_dim, device="cpu")
+            for i in range(0, len(columns), part):
+                rows = whole_rows(self.world.of_all_ranks(columns[i:i + part]), self.world.size)
+                table[i:i + part].copy_(rows[:len(table)])
+            weights |= {"ngram_table": table} if len(table) else {}
         return weights
 
     def parameter_count(self) -> int:

@@ -1,14 +1,13 @@
 """Adam with β₁ = 0 on only the rows that have a gradient: v̂ ← β₂^gap v̂ + (1 − β₂) g², w ← w − lr g / √v̂.
 
 Without a first moment a row whose gradient is zero stays where it is, so that to leave it out changes nothing: its mean square,
-which would have shrunk meanwhile, is shrunk when it is next touched, by the number of updates since. For a long table of which
-a step reads little the update then moves 20 bytes an element of the rows touched, gradient and its zeroing included, and one
-byte a row of all others, where Adam's moves 28 bytes an element, always.
+which would have shrunk meanwhile, is shrunk when it is next touched, by the number of updates since. Of a long table the update then
+moves 20 bytes an element of the rows touched, gradient and its zeroing included, where Adam's moves 28 bytes an element, always.
 
 Which rows have a gradient is not looked up in the gradients, which are as long as the table, nor in marks, one a row, which of a table of
 134 M rows take 131,072 programs to read: whoever adds to a row lists it (`add_rows` in embedding.py, which `embedding` has do it where the
-table has a list, `touched`). A row may be listed for nothing, whose gradient is all zero: it costs the row's reading and changes no bit. None
-may be missing: a row that is not listed keeps its gradient, for a later update.
+table has a list, `touched`). A row may be listed for nothing, whose gradient is all zero: it costs the row's reading and changes no bit. A
+row that has a gradient and is not listed, for want of room, keeps it for a later update.
 
 Neighbouring columns may share a mean square, that of all their gradients: a row seen once then moves along its gradient and not along
 its signs, and of 10 bytes an element, gradient included, 4 are spared.
