@@ -586,12 +586,13 @@ class GPT(nn.Module):
         return with_heads(exchange.receive().unflatten(0, (-1, len(self.ngrams))), self.ngram_scalars)
 
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None,
-                in_fp8: dict[int, tuple] | None = None) -> tuple[Tensor, Tensor]:
+                in_fp8: dict[int, tuple] | None = None, fresh: bool = False) -> tuple[Tensor, Tensor]:
         """Sums over the batch's tokens of the training loss and of the next-token loss, in nats (0-dim float32).
 
         `reached` is told that a layer comes next (-2: the n-grams' table, -1: the embedding, the layers' number: the head) and what
         it reads: behind that tensor's gradient, all gradients of this and later layers are complete: autograd runs the latest first.
-        `in_fp8` keeps the layers' weights in FP8 from one micro-batch for the next ones of a step.
+        `in_fp8` keeps the layers' weights in FP8 from one micro-batch for the next ones of a step, of which the first is `fresh`: all
+        gradients are zero, and those of the MLPs' weights may be written in place of being added.
         """
         config, run, n, in_fp8 = self.config, self.part, len(batch.tokens), {} if in_fp8 is None else in_fp8
         is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
@@ -631,7 +632,8 @@ class GPT(nn.Module):
             weight_out, into = (matrix[-config.width:] for matrix in (self.bank[i], gradient(self.bank[i])))
             update, _ = scaled_linear(y.flatten(1), weight_out, scale_out, 0, into)
             entering = run[mlp_input_twin]((*streams[-1], update), residuals[i])         # the first of two is written over in bf16
-            streams.append(run[mlp_twin](*entering, *self.mlp_weights(i), self.fp8_mlp, config.fp8_weight_grads, in_fp8[i][1]))
+            into = tuple(map(gradient, self.mlp_weights(i))) if fresh and self.fp8_mlp else None
+            streams.append(run[mlp_twin](*entering, *self.mlp_weights(i), self.fp8_mlp, config.fp8_weight_grads, in_fp8[i][1], into))
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
         head, targets, column_weights = self.head, batch.targets, None
@@ -1061,7 +1063,7 @@ class Trainer:
                 if last and x is not None and self.config.overlap:
                     x.register_hook(lambda _: optimizer.gradients_complete(layer))
 
-            loss, next_token = self.model(batch, step, reached, in_fp8)
+            loss, next_token = self.model(batch, step, reached, in_fp8, fresh=batch is batches[0])
             total += next_token.detach()
             if last:
                 with beside(optimizer.judging):

@@ -21,10 +21,12 @@ def quantise(x: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() / scale).clamp(-limit, limit).to(dtype)
 
 
-def product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool) -> Tensor:
-    """a (m, k) row-major times b (k, n) column-major, the only layout that Hopper multiplies in FP8; returns bf16 (m, n)."""
+def product(a: Tensor, b: Tensor, scale_a: float | Tensor, scale_b: float | Tensor, fast: bool, out: Tensor | None = None) -> Tensor:
+    """a (m, k) row-major times b (k, n) column-major, the only layout that Hopper multiplies in FP8; bf16 (m, n), or `out` written over."""
     scales = (s if isinstance(s, Tensor) else torch.full((), s, device=a.device) for s in (scale_a, scale_b))
-    return torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    straight = out if out is not None and out.dtype == torch.bfloat16 else None
+    made = torch._scaled_mm(a, b, *scales, out_dtype=torch.bfloat16, use_fast_accum=fast, out=straight)
+    return made if out is straight else out.copy_(made)
 
 
 class FP8Linear(torch.autograd.Function):

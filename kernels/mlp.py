@@ -67,7 +67,8 @@ def mlp_weights(w_in: FP8Weight, w_out: FP8Weight, width: int, fused: bool = Tru
 
 class FP8MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, w_in: Tensor, w_out: Tensor, weights: MLPWeights, fused: bool, fp8_weight_grads: bool, x: Tensor, *x8: Tensor) -> Tensor:
+    def forward(ctx, w_in: Tensor, w_out: Tensor, weights: MLPWeights, fused: bool, fp8_weight_grads: bool,
+                into: tuple[Tensor, Tensor] | None, x: Tensor, *x8: Tensor) -> Tensor:
         (in8, in8_transposed, _, in_scale), (out8, out8_transposed, _, out_scale), x_scale, act_scale, pre_scale, grad_bound = weights
         x8, x8_transposed = x8 or to_fp8(x, x_scale, fused, fp8_weight_grads, in_pairs=fp8_weight_grads)
         if fp8_weight_grads:
@@ -77,37 +78,41 @@ class FP8MLP(torch.autograd.Function):
             act8 = torch.empty(len(x), len(w_in), dtype=x8.dtype, device=x.device)
             act = (relu_squared if fused else relu_squared_reference)(x8, in8, pre_scale, act8, act_scale)
             kept = x.type_as(act), act, None
-        ctx.fused, ctx.fp8_weight_grads = fused, fp8_weight_grads
+        ctx.fused, ctx.fp8_weight_grads, ctx.into = fused, fp8_weight_grads, into
         ctx.save_for_backward(*kept, in8_transposed, out8, x_scale, in_scale, out_scale, act_scale, grad_bound)
         return product(act8, out8_transposed.T, act_scale, out_scale, fast=True).type_as(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, act, act_transposed, in8_transposed, out8, x_scale, in_scale, out_scale, act_scale, bound = ctx.saved_tensors
-        grad = grad.contiguous()
+        grad, (into_in, into_out) = grad.contiguous(), ctx.into or (None, None)
         scales = gradient_scales if ctx.fused else gradient_scales_twin
         grad_scale, product_scale, pre_scale = scales(grad[::max(len(grad) // SAMPLED, 1)], out_scale, bound)
         grad8, grad8_transposed = to_fp8(grad, grad_scale, ctx.fused, ctx.fp8_weight_grads, in_pairs=ctx.fp8_weight_grads)
         if ctx.fp8_weight_grads:                                         # x, act and act_transposed are FP8 here
             backward = relu_squared_backward_fp8 if ctx.fused else relu_squared_backward_fp8_reference
             pre8, pre8_transposed = backward(grad8, out8, act, product_scale, act_scale, pre_scale)
-            grad_in = product(pre8_transposed, x.T, pre_scale, x_scale, fast=False)
-            grad_out = product(act_transposed, grad8_transposed.T, act_scale, grad_scale, fast=False)
+            grad_in = product(pre8_transposed, x.T, pre_scale, x_scale, fast=False, out=into_in)
+            grad_out = product(act_transposed, grad8_transposed.T, act_scale, grad_scale, fast=False, out=into_out)
         else:
             pre8 = torch.empty(act.shape, dtype=torch.float8_e5m2, device=x.device)
             backward = relu_squared_backward if ctx.fused else relu_squared_backward_reference
             grad_pre = backward(grad8, out8, act, product_scale, pre8, pre_scale)
             grad_in, grad_out = grad_pre.T @ x, act.T @ grad.type_as(act)
+            if ctx.into:
+                into_in.copy_(grad_in)
+                into_out.copy_(grad_out)
         grad_x = product(pre8, in8_transposed.T, pre_scale, in_scale, fast=False)
-        return grad_in, grad_out, None, None, None, grad_x, None, None
+        return *((None, None) if ctx.into else (grad_in, grad_out)), None, None, None, None, grad_x, None, None
 
 
-def fp8_mlp(x: Tensor | Quantized, w_in: Tensor, w_out: Tensor, fused: bool, fp8_weight_grads: bool, weights: MLPWeights | None) -> Tensor:
+def fp8_mlp(x: Tensor | Quantized, w_in: Tensor, w_out: Tensor, fused: bool, fp8_weight_grads: bool, weights: MLPWeights | None,
+            into: tuple[Tensor, Tensor] | None) -> Tensor:
     if isinstance(x, Quantized) and not fp8_weight_grads:
         raise ValueError("x is there in FP8 alone, but for bfloat16 gradients of the weights it must be in bfloat16")
     made = (w_in.detach(), w_out.detach()) if weights is None else ()
     weights = weights or mlp_weights(*(fp8_weights if fused else fp8_weights_twin)(made), w_in.size(1), fused)
-    return FP8MLP.apply(w_in, w_out, weights, fused, fp8_weight_grads, *(x if isinstance(x, Quantized) else (x,)))
+    return FP8MLP.apply(w_in, w_out, weights, fused, fp8_weight_grads, into, *(x if isinstance(x, Quantized) else (x,)))
 
 
 def has_mlp(device: torch.device) -> bool:
@@ -116,21 +121,22 @@ def has_mlp(device: torch.device) -> bool:
 
 
 def mlp_twin(residual: Tensor, x: Tensor | Quantized, w_in: Tensor, w_out: Tensor, fp8: bool,
-             fp8_weight_grads: bool = False, weights: MLPWeights | None = None) -> tuple[Tensor, ...]:
+             fp8_weight_grads: bool = False, weights: MLPWeights | None = None, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, ...]:
     """residual + relu(x w_inᵀ)² w_out, in FP8 as its two addends: residual, x (tokens, width), x in FP8 with normed rows, with
     `fp8_weight_grads` perhaps a `Quantized`; w_in, w_out (hidden, width).
 
     Its FP8 form multiplies in float32 where the kernel is fused: it is there to compare with, not to be fast. `fp8_weight_grads`
-    changes nothing without `fp8`. `weights`: w_in and w_out in FP8, where they are at hand; else they are made.
+    changes nothing without `fp8`. `weights`: w_in and w_out in FP8, where they are at hand; else they are made. `into`, like w_in and
+    w_out, is in FP8 written over with their gradients, which are then not returned: a backward pass's first need not be added to zeros.
     """
     if fp8:
-        return residual, fp8_mlp(x, w_in, w_out, False, fp8_weight_grads, weights)
+        return residual, fp8_mlp(x, w_in, w_out, False, fp8_weight_grads, weights, into)
     return residual + F.relu(F.linear(x, w_in)).square() @ w_out,
 
 
 def mlp(residual: Tensor, x: Tensor | Quantized, w_in: Tensor, w_out: Tensor, fp8: bool,
-        fp8_weight_grads: bool = False, weights: MLPWeights | None = None) -> tuple[Tensor, ...]:
+        fp8_weight_grads: bool = False, weights: MLPWeights | None = None, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, ...]:
     """As `mlp_twin`, by Triton kernels, in bfloat16 over `residual`; in FP8 tokens, width and hidden are multiples of 16."""
     if fp8:
-        return residual, fp8_mlp(x, w_in, w_out, True, fp8_weight_grads, weights)
+        return residual, fp8_mlp(x, w_in, w_out, True, fp8_weight_grads, weights, into)
     return MLP.apply(residual, x, w_in, w_out),

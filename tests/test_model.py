@@ -334,7 +334,26 @@ def test_the_mlp_is_told_whether_its_weights_gradients_are_fp8(config, fp8_weigh
         trainer.step(trainer.schedule.at(index), trainer.loader.batches(index))
         assert len(made) == layers * (index + 1)
     assert len(told) == 2 * layers * config.micro_batches > 2 * len(made) and {fp8[:2] for fp8 in told} == {(True, fp8_weight_grads)}
-    assert len({id(weights) for *_, weights in told}) == len(made)
+    assert len({id(weights) for *_, weights, _ in told}) == len(made)
+    assert [into is not None for *_, into in told] == ([True] * layers + [False] * layers * (config.micro_batches - 1)) * 2
+
+
+@pytest.mark.parametrize("fp8_weight_grads", [False, True])
+def test_the_first_micro_batch_writes_what_the_others_add_to(config, fp8_weight_grads):
+    """The MLPs' gradients, whatever stood there; all others are added. Then each weight's is the sum over micro-batches."""
+    trainer = train_gpt.Trainer(replace(config, fp8_weight_grads=fp8_weight_grads), train_gpt.World())
+    model, step, results = trainer.model, trainer.schedule.at(0), []
+    awake(model)
+    model.fp8_mlp, layers = True, len(config.layers)                     # as on a GPU
+    batches = [train_gpt.to_device(batch, DEVICE) for batch in trainer.loader.batches(0)[:2]]
+    for fresh in (False, True):
+        model.zero_grad(set_to_none=False)
+        for matrix in model.bank[layers:]:
+            matrix.grad.fill_(7.0 if fresh else 0.0)
+        for batch in batches:
+            model(batch, step, fresh=fresh and batch is batches[0])[0].backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *results)) and results[0][layers].any()
 
 
 NORMED_IN_FP8 = {mlp.mlp_twin: mlp.mlp, mlp_input_twin: mlp_input_fp8, norm_fork_twin: norm_fork_fp8}
