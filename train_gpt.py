@@ -425,7 +425,7 @@ HASH = 998_244_353, 1_000_003, 2_654_435_761, 3_266_489_917, 668_265_263      # 
 
 
 def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
-    """Which of `count` rows belongs to the so many tokens that end with each (n,), token by token (n len(lengths),).
+    """Which of `count` rows belongs to the so many tokens that end with each (n,), token by token (n len(lengths),) int32.
 
     Tokens count from 1; what is before a sequence is 0.
     """
@@ -433,7 +433,7 @@ def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], coun
     for factor in HASH[:max(lengths)]:
         found.append(index := token * factor ^ index)
         token = previous(token, is_start)
-    return torch.stack([found[length - 1] % count for length in lengths], 1).flatten()
+    return torch.stack([found[length - 1] % count for length in lengths], 1).flatten().int()
 
 
 def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
