@@ -431,7 +431,7 @@ def test_fp8_attention_gives_the_model_nearly_its_gradients(trainer, changes, mo
 
 @pytest.mark.parametrize("setting", train_gpt.KERNELS)
 def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting, monkeypatch):
-    """And a device without CUDA runs twins whatever is on. Without the embedding's kernel no row is marked for the row update's."""
+    """And a device without CUDA runs twins whatever is on. Without the embedding's kernel no row is listed for the row update's."""
     monkeypatch.setattr(train_gpt, "has_mlp", lambda device: True)
     twins = [twin for pairs in train_gpt.KERNELS.values() for twin in pairs]
     config = replace(config, compile=False, **{name: name != setting for name in train_gpt.KERNELS})
