@@ -536,7 +536,7 @@ class GPT(nn.Module):
         self.scalars.copy_(torch.tensor([0.0, 0.5]))
 
     def weights(self) -> dict[str, Tensor]:
-        """All weights by name, whole, on rank 0; all ranks must call. The n-grams' table goes to the host: it may be longer than a GPU holds."""
+        """All weights by name, whole, on rank 0; all ranks must call. The n-grams' table, which may not fit a GPU whole, on the host."""
         weights, part = self.state_dict(), 2 ** 20
         if self.ngrams:
             columns = weights.pop("ngram_table")
@@ -1017,7 +1017,7 @@ class Trainer:
             raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step and the width of a head, "
                             f"{columns}; use {', '.join(divisors)} ranks or another --micro_batches")
         if columns // world.size % config.ngram_block or config.ngram_block & (config.ngram_block - 1):
-            raise UserError(f"--ngram_block {config.ngram_block}: use a power of two that divides {columns // world.size}, a rank's columns")
+            raise UserError(f"--ngram_block {config.ngram_block}: a power of two that divides {columns // world.size}, a rank's columns, is wanted")
         self.config, self.world = config, world
         world.choose_collectives(config.peer_copies)
         self.schedule = Schedule(config)

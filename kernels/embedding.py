@@ -117,8 +117,8 @@ def take_rows(
 
 
 @triton.jit
-def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, touched_ptr, count_ptr, listed_ptr, edges_ptr, n, width, out_row, grad_row,
-                      capacity, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
+def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, touched_ptr, count_ptr, listed_ptr, edges_ptr, n, width, out_row,
+                      grad_row, capacity, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
     column_tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // column_tiles
     column = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]

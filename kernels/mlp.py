@@ -121,13 +121,14 @@ def has_mlp(device: torch.device) -> bool:
 
 
 def mlp_twin(residual: Tensor, x: Tensor | Quantized, w_in: Tensor, w_out: Tensor, fp8: bool,
-             fp8_weight_grads: bool = False, weights: MLPWeights | None = None, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, ...]:
+             fp8_weight_grads: bool = False, weights: MLPWeights | None = None,
+             into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, ...]:
     """residual + relu(x w_inᵀ)² w_out, in FP8 as its two addends: residual, x (tokens, width), x in FP8 with normed rows, with
     `fp8_weight_grads` perhaps a `Quantized`; w_in, w_out (hidden, width).
 
     Its FP8 form multiplies in float32 where the kernel is fused: it is there to compare with, not to be fast. `fp8_weight_grads`
     changes nothing without `fp8`. `weights`: w_in and w_out in FP8, where they are at hand; else they are made. `into`, like w_in and
-    w_out, is in FP8 written over with their gradients, which are then not returned: a backward pass's first need not be added to zeros.
+    w_out: in FP8 their gradients are written there, over what it held, in place of being returned, so that no first one is added to zeros.
     """
     if fp8:
         return residual, fp8_mlp(x, w_in, w_out, False, fp8_weight_grads, weights, into)

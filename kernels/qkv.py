@@ -245,6 +245,6 @@ def qkv_heads(
     term: Term | None = None,  # from `share`, rows (n, k, head_dim) like qkv: what is added to the first heads' values
     tuned: tuple[int, int] = CONFIGS[0],  # both ways
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k (n, heads, qk_dim) and v (n, heads, head_dim), contiguous; gradients for qkv, seen, value_row, value_gate and through the term."""
+    """q, k (n, heads, qk_dim) and v (n, heads, head_dim), contiguous; gradients for qkv, seen, value_row, value_gate, through the term."""
     return Heads.apply(qkv, cos, sin, is_start, seen, value_row, value_gate, qk_dim, head_dim, key_offset, term, tuned,
                        None if term is None else term.rows)

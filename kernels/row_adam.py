@@ -48,8 +48,8 @@ def row_adam_twin(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second
 
 
 @triton.jit
-def row_adam_kernel(weight_ptr, lost_ptr, grad_ptr, second_ptr, last_ptr, touched_ptr, count_ptr, listed_ptr, steps_ptr, healthy_ptr, lr_ptr,
-                    decay_ptr, capacity, width, BETA2: tl.constexpr, LOG2_BETA2: tl.constexpr, CAUTIOUS: tl.constexpr, SPLIT: tl.constexpr,
+def row_adam_kernel(weight_ptr, lost_ptr, grad_ptr, second_ptr, last_ptr, touched_ptr, count_ptr, listed_ptr, steps_ptr, healthy_ptr,
+                    lr_ptr, decay_ptr, capacity, width, BETA2: tl.constexpr, LOG2_BETA2: tl.constexpr, CAUTIOUS: tl.constexpr, SPLIT: tl.constexpr,
                     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     first, count = tl.program_id(0) * ROWS, tl.minimum(tl.load(count_ptr), capacity)
@@ -117,7 +117,7 @@ def row_adam(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second: Ten
     a_tile = max(elements // columns, 1)
     if rows and width:
         row_adam_kernel[triton.cdiv(capacity, a_tile),](
-            weight.view(torch.int16) if split else weight, lost_bits, grad, second, last, *touched, steps, healthy, lr, decay, capacity, width,
-            BETA2=beta2, LOG2_BETA2=math.log2(beta2), CAUTIOUS=cautious, SPLIT=split, ROWS=a_tile, COLUMNS=columns, BLOCK=block,
+            weight.view(torch.int16) if split else weight, lost_bits, grad, second, last, *touched, steps, healthy, lr, decay, capacity,
+            width, BETA2=beta2, LOG2_BETA2=math.log2(beta2), CAUTIOUS=cautious, SPLIT=split, ROWS=a_tile, COLUMNS=columns, BLOCK=block,
             num_warps=warps)
     touched.count.zero_()

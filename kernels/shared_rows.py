@@ -66,8 +66,8 @@ def shared_rows(
           "contiguous, (n, k, head_dim) in bf16, fp16 or float32")
     (n, heads, head_dim), step = rows.shape, grads[0].stride(0)
     for i, grad in enumerate(grads):
-        check(grad.shape == rows.shape and grad.dtype == rows.dtype and (n == 1 or grad.stride(0) == step)
-              and grad[:1].is_contiguous(), f"grads[{i}]", grad, f"{tuple(rows.shape)} {rows.dtype} with contiguous rows, {step} elements apart")
+        check(grad.shape == rows.shape and grad.dtype == rows.dtype and (n == 1 or grad.stride(0) == step) and grad[:1].is_contiguous(),
+              f"grads[{i}]", grad, f"{tuple(rows.shape)} {rows.dtype} with contiguous rows, {step} elements apart")
     check(scales.shape == (len(grads), heads) and scales.dtype == torch.float32 and scales.is_contiguous(), "scales", scales,
           f"({len(grads)}, {heads}) float32")
     block, warps = tuned or CONFIGS[0]

@@ -82,6 +82,11 @@ def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer
     return trainer
 
 
+def sizes(config: train_gpt.Config) -> list[int]:
+    """Tokens a step in each stage."""
+    return list(dict.fromkeys(step.batch_tokens for step in train_gpt.Schedule(config)))
+
+
 def timed(config: train_gpt.Config, world: train_gpt.World, steps: int) -> list[str]:
     return [f"{ms:.1f}" for ms in measure(build(config, world), steps)]
 
@@ -91,7 +96,7 @@ def trained(config: train_gpt.Config, world: train_gpt.World) -> list[str]:
     free(world)
     report = train_gpt.run(config, world, time.time())
     tokens = [step.batch_tokens for step in train_gpt.Schedule(config)]
-    medians = [statistics.median(ms for ms, n in zip(report.step_ms, tokens) if n == size) for size in dict.fromkeys(tokens)]
+    medians = [statistics.median(ms for ms, n in zip(report.step_ms, tokens) if n == size) for size in sizes(config)]
     return [f"{report.validation_loss:.4f}", f"{report.clock.seconds:.2f}", *(f"{ms:.1f}" for ms in medians)]
 
 
@@ -149,7 +154,8 @@ def main() -> int:
     except (train_gpt.UserError, train_gpt.Diverged, train_gpt.LogError, ShardError) as error:
         print(f"records.ablate: {error}", file=sys.stderr)
         return 2
-    say(table([*(["", "loss", "s"] if options.train else ["ms a step"]), *(f"{first.batch_tokens:,}" for first, _ in stages(train_gpt.Schedule(config)))], rows))
+    columns = sizes(config) if options.train else [first.batch_tokens for first, _ in stages(train_gpt.Schedule(config))]
+    say(table([*(["", "loss", "s"] if options.train else ["ms a step"]), *(f"{size:,}" for size in columns)], rows))
     world.close()
     return 0
 

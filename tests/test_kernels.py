@@ -806,7 +806,7 @@ def test_lists_and_tiles_of_row_adam_change_no_bit(share):
 
 
 def test_row_adam_takes_what_embedding_listed():
-    """Two micro-batches add to the gradient before an update; no row without a gradient is listed, none with one is left out or listed twice."""
+    """Two micro-batches add to the gradient before an update; none without a gradient is listed, none with one left out or listed twice."""
     state, numbers = row_adam_state(90, 40, False), [torch.tensor(x, device=DEVICE) for x in (True, 0.02, 0.3)]
     twin, table = [x.clone() if isinstance(x, torch.Tensor) else x for x in state], state[0].clone().requires_grad_()
     table.grad, table.touched, twin[5] = state[2], state[5], no_rows(table, 90)
