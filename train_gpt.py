@@ -1017,7 +1017,7 @@ class Trainer:
             raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step and the width of a head, "
                             f"{columns}; use {', '.join(divisors)} ranks or another --micro_batches")
         if columns // world.size % config.ngram_block or config.ngram_block & (config.ngram_block - 1):
-            raise UserError(f"--ngram_block {config.ngram_block}: a power of two that divides {columns // world.size}, a rank's columns, is wanted")
+            raise UserError(f"--ngram_block {config.ngram_block}: use a power of two that divides a rank's {columns // world.size} columns")
         self.config, self.world = config, world
         world.choose_collectives(config.peer_copies)
         self.schedule = Schedule(config)

@@ -175,7 +175,8 @@ def row_adam_cases() -> Iterator[Case]:
     def inputs(rows: int, read: int, width: int, block: int) -> tuple:
         index = torch.randint(rows, (read,), device="cuda").unique()
         lost, grad = (torch.zeros(rows, width, device="cuda", dtype=dtype) for dtype in (torch.int16, torch.bfloat16))
-        second, last, steps = torch.rand(rows, width // block, device="cuda"), torch.zeros(rows, device="cuda"), torch.tensor(9.0, device="cuda")
+        second, last = torch.rand(rows, width // block, device="cuda"), torch.zeros(rows, device="cuda")
+        steps = torch.tensor(9.0, device="cuda")
         _, count, listed = embedding.no_rows(grad, 0)
         return random(rows, width), lost, grad, second, last, steps, count, listed, index, random(len(index), width)
 

@@ -49,8 +49,8 @@ def row_adam_twin(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second
 
 @triton.jit
 def row_adam_kernel(weight_ptr, lost_ptr, grad_ptr, second_ptr, last_ptr, touched_ptr, count_ptr, listed_ptr, steps_ptr, healthy_ptr,
-                    lr_ptr, decay_ptr, capacity, width, BETA2: tl.constexpr, LOG2_BETA2: tl.constexpr, CAUTIOUS: tl.constexpr, SPLIT: tl.constexpr,
-                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+                    lr_ptr, decay_ptr, capacity, width, BETA2: tl.constexpr, LOG2_BETA2: tl.constexpr, CAUTIOUS: tl.constexpr,
+                    SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     first, count = tl.program_id(0) * ROWS, tl.minimum(tl.load(count_ptr), capacity)
     if first < count:
