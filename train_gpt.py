@@ -36,7 +36,8 @@ from kernels.attention import ATTENTION, choose_attention
 from kernels.backend import beside, gradient, side_stream
 from kernels.coefficients import lower_end, polar_express
 from kernels.collectives import Collectives, PeerCopies, Work, can_copy, wait
-from kernels.embedding import Sorted, embedding, embedding_twin, no_rows, sort_beside
+from kernels.column_exchange import ColumnExchange, whole_rows
+from kernels.embedding import Sorted, embedding, embedding_twin, sort_beside
 from kernels.fp8_linear import has_fp8
 from kernels.fp8_qkv import QKVWeight, fp8_qkv_heads, qkv_weight
 from kernels.fp8_weights import fp8_weights
@@ -50,6 +51,7 @@ from kernels.residual import Addends, add_up, mlp_input, mlp_input_twin, norm, n
 from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8
 from kernels.rotary import rotary_tables
 from kernels.row_adam import row_adam, row_adam_twin
+from kernels.row_gradients import RowGradients, no_gradients
 from kernels.shared_rows import Term, share, share_twin
 from kernels.smear import previous, smear, smear_twin
 from records.clock import Clock
@@ -162,6 +164,7 @@ class Config:
     value_lr: float = 150.0             # times adam_lr: of the value embeddings,
     ngram_lr: float = 75.0              # of the n-grams' table
     ngram_beta2: float = 0.99           # of that table, and
+    ngram_lost_bits: bool = False
     ngram_block: int = 16               # how many neighbouring columns of a row share a mean square there
     adam_decay: float = 0.005           # times the squared learning rate
     cautious: bool = True               # decay only where the update and the weight agree in sign
@@ -348,73 +351,6 @@ class World:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def in_words(x: Tensor) -> Tensor:
-    """x (n, c) as numbers of 16 bytes, where rows are of whole ones: the copies below are of words, of few and large ones if they can."""
-    return x.view(torch.complex128) if x.shape[1] * x.element_size() % 16 == 0 else x
-
-
-def whole_rows(parts: Tensor, ranks: int) -> Tensor:
-    """Rows (n, ranks c) of their parts (ranks n, c), rank by rank."""
-    return in_words(parts).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1).contiguous().view(parts.dtype)
-
-
-def parts_of_rows(rows: Tensor, ranks: int) -> Tensor:
-    """The reverse."""
-    parts = rows.unflatten(1, (ranks, -1)).flatten(0, 1)                 # (n ranks, c), where it lies
-    return in_words(parts).unflatten(0, (-1, ranks)).transpose(0, 1).flatten(0, 1).contiguous().view(rows.dtype)
-
-
-class ColumnExchange:
-    """For a table of which every rank holds some columns: parts of rows to whole rows, and their gradients back.
-
-    What all ranks' tokens read here, (size * n, width / size) in rank order, becomes the rows of this rank's tokens, (n, width).
-    In two halves, `send` and `receive`, so that the wire is busy while what stands between them computes; backward likewise.
-    """
-
-    def __init__(self, world: World):
-        self.world, self.sent, self.under_way = world, None, ()
-
-    def start(self, parts: Tensor) -> Tensor:
-        arriving = torch.empty_like(parts)
-        self.under_way = self.world.collectives.all_to_all(arriving, parts), parts     # which must live until then
-        return arriving
-
-    def finish(self) -> None:
-        wait(self.under_way[0])
-        self.under_way = ()
-
-    def send(self, parts: Tensor) -> None:
-        self.sent = SendColumns.apply(parts, self) if self.world.size > 1 else parts
-
-    def receive(self) -> Tensor:
-        sent, self.sent = self.sent, None                                # or its graph, which holds this, would never be freed
-        return ReceiveColumns.apply(sent, self) if self.world.size > 1 else sent
-
-
-class SendColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, parts: Tensor, exchange: ColumnExchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.start(parts)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.finish()
-        return grad, None
-
-
-class ReceiveColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, arriving: Tensor, exchange: ColumnExchange) -> Tensor:
-        ctx.exchange = exchange
-        exchange.finish()
-        return whole_rows(arriving, exchange.world.size)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.start(parts_of_rows(grad, ctx.exchange.world.size)), None
 
 
 # ========== Model ====================================================================================================
@@ -607,7 +543,7 @@ class GPT(nn.Module):
         if self.ngrams:                                                  # each rank looks its columns up for the tokens of all
             index = self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, self.ngrams, len(self.ngram_table)))
         reached(-2, None)
-        exchange = ColumnExchange(self.world)
+        exchange = ColumnExchange(self.world.collectives)
         if self.ngrams:
             exchange.send(run[embedding_twin](self.ngram_table, sort(index)))
         reached(-1, None)
@@ -669,7 +605,6 @@ class Group:
     matrix_lr: list[float] = field(default_factory=list)      # NorMuon: a multiplier for each matrix
     squares: bool = False                           # NorMuon: each matrix is a stack of square ones
     replicated: bool = False                        # too small to share out: every rank makes the whole update
-    local: bool = False                             # other parameters on every rank: nothing to sum or to gather
     tied_to: str | None = None                      # until untied, this group's weights are another's and it gets no updates
 
     def rounds(self, ranks: int) -> list[tuple[list[nn.Parameter], int]]:
@@ -708,7 +643,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
         adam("value tables", list(model.value_tables),    valued, config.value_lr,   (0.75, 0.99),  5.0),
-        adam("n-gram table", [model.ngram_table],         [-1],   config.ngram_lr,   (0.00, config.ngram_beta2), 5.0, local=True),
+        adam("n-gram table", [model.ngram_table],         [-1],   config.ngram_lr,   (0.00, config.ngram_beta2), 5.0),
     ]
     return [group for group in groups if group.params]
 
@@ -730,7 +665,7 @@ class Shard:
     def __init__(self, group: Group, config: Config, world: World, grads: Tensor | None = None):
         self.group, self.config, self.world = group, config, world
         device, dtype = group.params[0].device, group.params[0].dtype
-        muon, ranks = group.algorithm == "normuon", 1 if group.replicated or group.local else world.size
+        muon, ranks = group.algorithm == "normuon", 1 if group.replicated else world.size
         unit = group.params[0].shape if muon else torch.Size()
         rounds = group.rounds(ranks)
         self.weights = torch.zeros(sum(length for _, length in rounds), *unit, device=device, dtype=dtype)
@@ -753,14 +688,9 @@ class Shard:
                 self.weight[own] = self.weights[whole].chunk(ranks)[world.rank]
             self.grad = torch.zeros_like(self.weight)
         self.lost_bits = torch.zeros_like(self.weight, dtype=torch.int16) if dtype == torch.bfloat16 else None
-        by_row = group.algorithm == "row adam"                           # it has no momentum but for each row the last step
-        sharing = self.weight[..., :1] if muon else self.weight[::config.ngram_block] if by_row else self.weight      # a mean square
-        self.second = torch.zeros_like(sharing, dtype=torch.float32)
-        self.momentum = torch.zeros(len(group.params[0]) if by_row else self.weight.shape, device=device)
+        self.momentum = torch.zeros_like(self.weight, dtype=torch.float32)
+        self.second = torch.zeros_like(self.weight[..., :1] if muon else self.weight, dtype=torch.float32)
         self.steps = torch.zeros((), device=device)
-        self.touched = no_rows(group.params[0], len(config.ngrams) * max(config.batch_tokens) * config.adam_every) if by_row else ()
-        if by_row:
-            group.params[0].touched = self.touched                       # where `embedding` lists the rows to which it adds a gradient
         if muon:
             self.shape = torch.Size([-1, unit[1] if group.squares else unit[0], unit[1]])
             lr = torch.tensor(group.matrix_lr + [1.0] * (first - len(group.matrix_lr)), device=device)
@@ -772,12 +702,6 @@ class Shard:
         """Update this rank's part from its summed gradient; all gradients become zero. `lr` multiplies the group's rate (0-dim)."""
         group, config = self.group, self.config
         own, decay = (self.weight, self.lost_bits, self.grad), lr * (group.base_lr * group.decay)
-        if group.algorithm == "row adam":                                # sets to zero only what is not
-            table = group.params[0]
-            own = [x if x is None else x[:table.numel()].view(table.shape) for x in own]
-            by_row = self.second[:table.numel() // config.ngram_block].view(len(table), -1), self.momentum, self.touched
-            part[row_adam_twin](*own, *by_row, self.steps, healthy, lr * group.lr, decay, group.betas[1], config.cautious)
-            return
         if group.algorithm == "adam":
             part[adam_update](*own, self.momentum, self.second, self.steps, healthy, lr * group.lr, decay, group.betas, config.cautious)
         else:
@@ -791,8 +715,41 @@ class Shard:
     def state(self) -> list[Tensor]:
         """All that a step changes."""
         own = [self.weight] if self.weight is not self.weights else []
-        rest = (self.grads, *self.touched, self.lost_bits, self.momentum, self.second, self.steps)
+        rest = (self.grads, self.lost_bits, self.momentum, self.second, self.steps)
         return [x for x in (self.weights, *own, *rest) if x is not None]
+
+
+class TableShard:
+    """This rank's columns of a long table. Nobody else has any, so there is nothing to sum or to gather, and rows are updated where they were read."""
+
+    rounds = ()
+
+    def __init__(self, group: Group, config: Config, by_row: bool):
+        self.group, self.config, (self.table,) = group, config, group.params
+        (rows, width), device = self.table.shape, self.table.device
+        self.lost_bits = torch.zeros_like(self.table, dtype=torch.int16) if self.table.dtype == torch.bfloat16 and config.ngram_lost_bits else None
+        self.second = torch.zeros(rows, width // config.ngram_block, device=device)
+        self.last = torch.zeros(rows, device=device)                     # the update that took each row's latest gradient
+        self.steps = torch.zeros((), device=device)
+        if by_row:                                                       # `embedding` fills it
+            self.table.row_gradients = no_gradients(self.table.data, len(config.ngrams) * max(config.batch_tokens) * config.adam_every)
+        else:
+            self.table.grad = torch.zeros_like(self.table)
+
+    @property
+    def gradients(self) -> Tensor | RowGradients:
+        return getattr(self.table, "row_gradients", self.table.grad)
+
+    def update(self, part: dict[Callable, Callable], healthy: Tensor, lr: Tensor, _: Tensor) -> None:
+        """As `Shard.update`."""
+        group = self.group
+        part[row_adam_twin](self.table, self.lost_bits, self.gradients, self.second, self.last, self.steps, healthy, lr * group.lr,
+                            lr * (group.base_lr * group.decay), group.betas[1], self.config.cautious)
+
+    def state(self) -> list[Tensor]:
+        gradients = self.gradients
+        gradients = [gradients] if isinstance(gradients, Tensor) else gradients
+        return [x for x in (self.table.data, self.lost_bits, *gradients, self.second, self.last, self.steps) if x is not None]
 
 
 class Optimizer:
@@ -820,7 +777,9 @@ class Optimizer:
         self.world, groups = world, parameter_groups(model, config)
         sizes = [sum(length for _, length in group.rounds(1)) if group.replicated else 0 for group in groups]
         self.replicated_grads = torch.zeros(sum(sizes), device=world.device)     # of all such groups: one collective takes them
-        self.shards = {group.name: Shard(group, config, world, grads if group.replicated else None)
+        by_row = self.part[row_adam_twin] is row_adam
+        self.shards = {group.name: TableShard(group, config, by_row) if group.algorithm == "row adam" else
+                       Shard(group, config, world, grads if group.replicated else None)
                        for group, grads in zip(groups, self.replicated_grads.split(sizes))}
         apart = config.overlap and world.device.type == "cuda"
         self.streams = {name: side_stream(name) for name in self.shards if apart}       # on which each group is updated: none fills the GPU
@@ -842,7 +801,7 @@ class Optimizer:
         """The rounds of these groups, in the order of use, with the layers that first use them, or a group tied to theirs."""
         users = {shard.group.tied_to: min(shard.group.layers) for shard in self.shards.values() if tied and shard.group.tied_to}
         used = [(min(round.layer, users.get(shard.group.name, round.layer)), shard, round)
-                for shard in self.active(tied, adam) if not (shard.group.replicated or shard.group.local) for round in shard.rounds]
+                for shard in self.active(tied, adam) if not shard.group.replicated for round in shard.rounds]
         return sorted(used, key=lambda exchange: exchange[0])
 
     @torch.no_grad()
@@ -873,7 +832,7 @@ class Optimizer:
         """UserError if a weight differs between the ranks."""
         self.gather()
         for name, shard in self.shards.items():
-            if shard.group.local:
+            if isinstance(shard, TableShard):
                 continue
             first = self.world.of_rank_0(shard.weights)
             if differ := int((first.view(torch.uint8) != shard.weights.view(torch.uint8)).sum()):
@@ -898,7 +857,7 @@ class Optimizer:
         if step.update_adam:
             work = self.world.collectives.all_reduce(self.replicated_grads)
             self.sums |= {name: [work] for name, shard in self.shards.items() if shard.group.replicated}
-            self.sums = {name: [] for name, shard in self.shards.items() if shard.group.local} | self.sums     # first: none to wait for
+            self.sums = {name: [] for name, shard in self.shards.items() if isinstance(shard, TableShard)} | self.sums     # first: none to wait for
         self.gradients_complete(-1)
         for name, works in self.sums.items():                            # in the order in which they arrive
             summed = works and None not in works                         # then its gradients are complete, else when the backward pass is

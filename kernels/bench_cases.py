@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels import cross_entropy, embedding, head_loss, newton_schulz, quantize, row_adam, smear, symmetric, transpose
+from kernels import cross_entropy, embedding, head_loss, newton_schulz, quantize, row_adam, row_gradients, smear, symmetric, transpose
 from kernels.coefficients import lower_end, polar_express
 
 PLAIN_5, AOL_4, AOL_5 = polar_express(5), *(polar_express(steps, lower_end("aol", steps)) for steps in (4, 5))
@@ -172,32 +172,28 @@ def embedding_cases() -> Iterator[Case]:
 
 
 def row_adam_cases() -> Iterator[Case]:
+    numbers = [torch.tensor(number, device="cuda") for number in (True, 0.01, 0.1)]
+
     def inputs(rows: int, read: int, width: int, block: int) -> tuple:
-        index = torch.randint(rows, (read,), device="cuda").unique()
-        lost, grad = (torch.zeros(rows, width, device="cuda", dtype=dtype) for dtype in (torch.int16, torch.bfloat16))
-        second, last = torch.rand(rows, width // block, device="cuda"), torch.zeros(rows, device="cuda")
-        steps = torch.tensor(9.0, device="cuda")
-        _, count, listed = embedding.no_rows(grad, 0)
-        return random(rows, width), lost, grad, second, last, steps, count, listed, index, random(len(index), width)
+        index, weight = torch.randint(rows, (read,), device="cuda").unique(), random(rows, width)
+        second, last, steps = torch.rand(rows, width // block, device="cuda"), torch.zeros(rows, device="cuda"), torch.tensor(9.0, device="cuda")
+        return weight, second, last, steps, index, random(len(index), width), row_gradients.no_gradients(weight, read)
 
-    def run(function: Callable) -> Callable:
-        numbers = [torch.tensor(number, device="cuda") for number in (True, 0.01, 0.1)]
+    def by_row(weight: Tensor, second: Tensor, last: Tensor, steps: Tensor, index: Tensor, grad: Tensor, into: tuple, **tuned) -> Tensor:
+        into.grads.index_copy_(0, row_gradients.enlist(index.int(), into), grad)
+        row_adam.row_adam(weight, None, into, second, last, steps, *numbers, 0.95, True, **tuned)
+        return weight
 
-        def update(weight: Tensor, lost: Tensor, grad: Tensor, second: Tensor, last: Tensor, steps: Tensor, count: Tensor,
-                   listed: Tensor, index: Tensor, rows: Tensor, **tuned) -> Tensor:
-            grad.view(torch.int64).index_copy_(0, index, rows.view(torch.int64))         # it ends as zero; 8 bytes at a time
-            touched = embedding.Touched(index.int(), count.fill_(len(index)), listed)
-            function(weight, lost, grad, second, last, touched, steps, *numbers, 0.95, True, **tuned)
-            return weight
-        return update
+    def dense(weight: Tensor, second: Tensor, last: Tensor, steps: Tensor, index: Tensor, grad: Tensor, _: tuple) -> Tensor:
+        row_adam.row_adam_twin(weight, None, torch.zeros_like(weight).index_copy_(0, index, grad), second, last, steps, *numbers, 0.95, True)
+        return weight
 
     for rows, read, width, block in ((377280, 100_000, 192, 1), (1509120, 100_000, 192, 1), (1509120, 400_000, 192, 1),
                                      (6291456, 100_000, 192, 16), (33554432, 100_000, 32, 16), (33554432, 400_000, 32, 16)):
         touched = rows * (1 - (1 - 1 / rows) ** read)
-        yield Case("Adam on the rows read, and a copy of their gradients", f"{read} of {rows} × {width} / {block}",
-                   partial(inputs, rows, read, width, block),
-                   row_adam.row_adam, row_adam.row_adam_twin, 0.0, (16.0 + 8.0 / block) * width * touched, wrap=run,
-                   exact=lambda weight, lost, *state: run(row_adam.row_adam_twin)(weight, None, *state), configs=row_adam.CONFIGS)
+        yield Case("Adam on the rows read, listed and with a copy of their gradients", f"{read} of {rows} × {width} / {block}",
+                   partial(inputs, rows, read, width, block), by_row, dense, 0.0, (14.0 + 8.0 / block) * width * touched, compile=False,
+                   configs=row_adam.CONFIGS)
 
 
 def moving_cases() -> Iterator[Case]:

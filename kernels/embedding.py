@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import beside, check, gradient, side_stream, tl, triton
+from kernels.row_gradients import RowGradients, enlist
 
 # (positions a block, columns, blocks that the second launch reads at a time, warps); the first is used: chosen for
 # whole lines of 128 bytes and for about 100 registers a thread on sm_90, so that four programs share a multiprocessor.
@@ -28,19 +29,6 @@ CONFIGS = [(64, 64, 32, 4), (32, 128, 32, 4), (64, 128, 32, 8), (64, 128, 32, 4)
 # (positions, columns, warps) of `take_rows`: the first is used, for up to 32 columns the second.
 TAKE_CONFIGS = [(64, 64, 4), (128, 32, 4), (32, 64, 2), (128, 64, 8), (32, 128, 4), (64, 32, 2)]
 NARROW = 256        # columns; of wider rows PyTorch's blocks have enough to do
-
-
-class Touched(NamedTuple):
-    """Rows of a table that have a gradient, each once, in any order: those that `add_rows` added to and no update has taken since."""
-    rows: Tensor  # (capacity,) int32, of which the first `count` count
-    count: Tensor  # (1,) int32; more than the capacity if it did not do
-    listed: Tensor  # (rows of the table,) bool: which they are
-
-
-def no_rows(table: Tensor, capacity: int) -> Touched:
-    """None of the table's rows (rows, width), and room for so many."""
-    sizes = (min(capacity, len(table)), torch.int32), (1, torch.int32), (len(table), torch.bool)
-    return Touched(*(torch.zeros(size, dtype=dtype, device=table.device) for size, dtype in sizes))
 
 
 class Sorted(NamedTuple):
@@ -75,14 +63,8 @@ def embedding_twin(table: Tensor, order: Sorted) -> Tensor:
     return F.embedding(order.index, table)
 
 
-def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tensor, touched: Touched | None = None) -> Tensor:
+def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
     """Plain PyTorch twin of `add_rows`, in float32."""
-    if touched is not None:
-        new, count = rows.unique(), int(touched.count)
-        new = new[~touched.listed[new.long()]][:len(touched.rows) - count]
-        touched.rows[count:count + len(new)] = new
-        touched.listed[new.long()] = True
-        touched.count.add_(len(new))
     wide = torch.promote_types(out.dtype, torch.float32)
     sums = torch.zeros_like(out, dtype=wide).index_add_(0, rows.long(), grad[positions].to(wide))
     return out.copy_(out.to(wide) + sums)
@@ -117,8 +99,8 @@ def take_rows(
 
 
 @triton.jit
-def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, touched_ptr, count_ptr, listed_ptr, edges_ptr, n, width, out_row,
-                      grad_row, capacity, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
+def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, edges_ptr, n, width, out_row, grad_row,
+                      POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
     column_tiles = tl.cdiv(width, COLUMNS)
     block = tl.program_id(0) // column_tiles
     column = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -131,14 +113,6 @@ def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, touched_ptr, c
     head = (row == before) & (i % POSITIONS == 0) & (i < n)
     tail = starts & (row == after)
     whole = starts & (row != after)
-    if listed_ptr is not None:                                           # each run starts in one block, whoever adds it up
-        new = starts & (tl.program_id(0) % column_tiles == 0)
-        new = new & (tl.load(listed_ptr + row, mask=new, other=1) == 0)
-        number = tl.cumsum(new.to(tl.int32), 0)
-        at_list = tl.atomic_add(count_ptr, tl.max(number, axis=0)) + number - 1
-        new = new & (at_list < capacity)
-        tl.store(touched_ptr + at_list, row, mask=new)
-        tl.store(listed_ptr + row, new, mask=new)
 
     inside = column < width
     at = out_ptr + row.to(tl.int64)[:, None] * out_row + column
@@ -179,9 +153,8 @@ def add_crossing_kernel(out_ptr, rows_ptr, edges_ptr, blocks, width, out_row,
 def add_rows(
     out: Tensor,  # (rows, width), added to in place
     grad: Tensor,  # (n, width) bf16, fp16 or float32
-    rows: Tensor,  # (n,) ascending row numbers, from `sort_rows`
+    rows: Tensor,  # (n,) row numbers, equal ones side by side: from `sort_rows` or `enlist`
     positions: Tensor,  # (n,) which row of `grad` belongs to each of them
-    touched: Touched | None = None,  # of out: joined by those that are added to, while there is room
     tuned: tuple[int, int, int, int] = CONFIGS[0],
 ) -> Tensor:
     """out[rows[i]] += grad[positions[i]] for all i, summed in float32, rounded once a call; returns out."""
@@ -191,33 +164,44 @@ def add_rows(
     check(grad.shape == (len(rows), out.shape[1]), "grad", grad, f"({len(rows)}, {out.shape[1]})")
     check(grad.dtype in (torch.bfloat16, torch.float16, torch.float32), "grad", grad, "bf16, fp16 or float32")
     check(positions.shape == rows.shape and rows.is_contiguous() and positions.is_contiguous(), "rows", rows, "as long as positions, contiguous")
-    check(touched is None or touched.listed.shape == out.shape[:1], "touched", touched and touched.listed, f"of {len(out)} rows")
     if not grad.numel():
         return out
     n, width, (block, columns, chunk, warps) = len(rows), grad.shape[1], tuned
     blocks, column_tiles = triton.cdiv(n, block), triton.cdiv(width, columns)
     edges = torch.empty(blocks, 2, width, dtype=torch.float32, device=out.device)      # head and tail of each block, if it has them
     add_blocks_kernel[blocks * column_tiles,](
-        out, grad, rows, positions, *(touched or (None,) * 3), edges, n, width, out.stride(0), grad.stride(0),
-        0 if touched is None else len(touched.rows), POSITIONS=block, COLUMNS=columns, num_warps=warps)
+        out, grad, rows, positions, edges, n, width, out.stride(0), grad.stride(0), POSITIONS=block, COLUMNS=columns, num_warps=warps)
     if blocks > 1:
         add_crossing_kernel[blocks - 1, column_tiles](
             out, rows, edges, blocks, width, out.stride(0), POSITIONS=block, COLUMNS=columns, CHUNK=chunk, num_warps=warps)
     return out
 
 
+def enlist_beside(order: Sorted, gradients: RowGradients) -> Sorted:
+    """With places in `gradients` for rows; beside the current stream if that is where the sort is."""
+    with beside(side_stream("sorts") if order.ready else None):
+        places = enlist(order.rows, gradients)
+        if order.ready:
+            order.ready.record()
+    return order._replace(rows=places)
+
+
 class Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, table: Tensor, order: Sorted) -> Tensor:
+        gradients = getattr(table, "row_gradients", None)
+        ctx.into = gradients.grads if gradients else None
+        if gradients and order.rows is not None:
+            order = enlist_beside(order, gradients)
         ctx.table, ctx.order = table, order                              # the index as well: the sort may still be reading it
         return take_rows(table, order.index) if table.shape[1] <= NARROW else embedding_twin(table, order)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, ...]:
-        table, (_, rows, positions, ready) = ctx.table, ctx.order
+        _, rows, positions, ready = ctx.order
         if ready is not None:
             ready.wait()
-        add_rows(gradient(table), grad, rows, positions, getattr(table, "touched", None))
+        add_rows(gradient(ctx.table) if ctx.into is None else ctx.into, grad, rows, positions)
         return None, None
 
 
@@ -225,7 +209,7 @@ def embedding(table: Tensor, order: Sorted) -> Tensor:
     """Rows (n, width) of `table` (rows, width), a leaf, by `sort_rows(index)`.
 
     The gradient is added to `table.grad` by the backward pass itself: it is not among what `torch.autograd.grad` returns, and
-    hooks on the table do not see it. A table whose rows an optimizer updates only where they have a gradient (row_adam.py) carries
-    an attribute `touched`, `no_rows` at first, which the rows added to join.
+    hooks on the table do not see it. To a table that carries an attribute `row_gradients`, `no_gradients` at first, it is added
+    there: for tables so long that a gradient of all rows has no room, and for optimizers of the rows read alone (row_adam.py).
     """
     return Embedding.apply(table, order)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def master_weight(weight: Tensor, lost_bits: Tensor | None) -> Tensor:
-    """The float32 value of a weight in bf16 and its lost bits (int16); a float32 weight has none and is its own master."""
+    """The float32 value of a weight in bf16 and its lost bits (int16); a weight without any is its own master."""
     if lost_bits is None:
-        return weight
+        return weight.float()
     return (weight.view(torch.int16).int() << 16 | lost_bits.int() & 0xFFFF).view(torch.float32)
 
 

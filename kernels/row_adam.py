@@ -4,10 +4,9 @@ Without a first moment a row whose gradient is zero stays where it is, so that t
 which would have shrunk meanwhile, is shrunk when it is next touched, by the number of updates since. Of a long table the update then
 moves 20 bytes an element of the rows touched, gradient and its zeroing included, where Adam's moves 28 bytes an element, always.
 
-Which rows have a gradient is not looked up in the gradients, which are as long as the table, nor in marks, one a row, which of a table of
-134 M rows take 131,072 programs to read: whoever adds to a row lists it (`add_rows` in embedding.py, which `embedding` has do it where the
-table has a list, `touched`). A row may be listed for nothing, whose gradient is all zero: it costs the row's reading and changes no bit. A
-row that has a gradient and is not listed, for want of room, keeps it for a later update.
+The gradient is that of the rows read alone, in the order in which they were listed (row_gradients.py, which `embedding` fills where the
+table has one): one as long as the table would need as much room again, and so would marks of which rows have one take 131,072 programs to
+read, for 134 M rows. A row may be listed for nothing, whose gradient is all zero: it costs the row's reading and changes no bit.
 
 Neighbouring columns may share a mean square, that of all their gradients: a row seen once then moves along its gradient and not along
 its signs, and of 10 bytes an element, gradient included, 4 are spared.
@@ -18,20 +17,19 @@ import torch
 from torch import Tensor
 
 from kernels.backend import check, tl, triton
-from kernels.embedding import Touched
+from kernels.row_gradients import RowGradients
 from kernels.master_weight import apply_update
 
 # (elements a tile, warps). A tile is as many whole rows as fit. The first is used.
 CONFIGS = [(1024, 4), (256, 1), (512, 2), (512, 4), (2048, 8), (128, 1)]
 
 
-def row_adam_twin(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second: Tensor, last: Tensor, touched: Touched,
-                  steps: Tensor, healthy: Tensor, lr: Tensor, decay: Tensor, beta2: float, cautious: bool) -> None:
+def row_adam_twin(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second: Tensor, last: Tensor, steps: Tensor, healthy: Tensor,
+                  lr: Tensor, decay: Tensor, beta2: float, cautious: bool) -> None:
     """Update `weight` (rows, width) in place from `grad`, which ends as zero, unless not `healthy`; with it lost_bits (master_weight.py).
 
     `second` (rows, width / block) float32 is the running mean square, of a block of columns each, as of the row's last update, whose
     number is `last` (rows,) float32; `steps` counts the updates. `steps`, `healthy`, `lr` and `decay` (a share of the weight, times lr) are 0-dim tensors.
-    `touched` ends empty; which rows have a gradient this twin sees in the gradients.
     """
     steps.add_(healthy)
     moved = ((grad != 0).any(1) & healthy)[:, None]
@@ -43,25 +41,25 @@ def row_adam_twin(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second
     root = ((second / (1 - beta2 ** steps)).sqrt() + 1e-10).repeat_interleave(weight.shape[1] // second.shape[1], 1)
     apply_update(weight, lost_bits, g / root, moved, lr, decay, cautious)
     grad.zero_()
-    touched.count.zero_()
-    touched.listed.zero_()
 
 
 @triton.jit
-def row_adam_kernel(weight_ptr, lost_ptr, grad_ptr, second_ptr, last_ptr, touched_ptr, count_ptr, listed_ptr, steps_ptr, healthy_ptr,
+def row_adam_kernel(weight_ptr, lost_ptr, grads_ptr, listed_ptr, count_ptr, place_ptr, second_ptr, last_ptr, steps_ptr, healthy_ptr,
                     lr_ptr, decay_ptr, capacity, width, BETA2: tl.constexpr, LOG2_BETA2: tl.constexpr, CAUTIOUS: tl.constexpr,
                     SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
-    first, count = tl.program_id(0) * ROWS, tl.minimum(tl.load(count_ptr), capacity)
-    if first < count:
-        wanted = first + tl.arange(0, ROWS) < count
-        row = tl.load(touched_ptr + first + tl.arange(0, ROWS), mask=wanted, other=0).to(tl.int64)
-        tl.store(listed_ptr + row, tl.zeros_like(wanted), mask=wanted)
+    first, count = 1 + tl.program_id(0) * ROWS, tl.minimum(tl.load(count_ptr), capacity)
+    if first <= count:
+        k = first + tl.arange(0, ROWS)
+        wanted = k <= count
+        row = tl.load(listed_ptr + k, mask=wanted, other=0).to(tl.int64)
+        tl.store(place_ptr + row, tl.zeros_like(k), mask=wanted)
         steps, lr, decay, healthy = tl.load(steps_ptr), tl.load(lr_ptr), tl.load(decay_ptr), tl.load(healthy_ptr) != 0
         column = tl.arange(0, COLUMNS)[None, :]
         at = row[:, None] * width + column
         mine = wanted[:, None] & (column < width)
-        grad = tl.load(grad_ptr + at, mask=mine, other=0.0)
+        at_grad = grads_ptr + k.to(tl.int64)[:, None] * width + column
+        grad = tl.load(at_grad, mask=mine, other=0.0)
         block = tl.arange(0, BLOCKS)[None, :]
         at_second, has_second = row[:, None] * (width // BLOCK) + block, wanted[:, None] & (block < width // BLOCK)
         second = tl.load(second_ptr + at_second, mask=has_second, other=0.0)
@@ -70,9 +68,9 @@ def row_adam_kernel(weight_ptr, lost_ptr, grad_ptr, second_ptr, last_ptr, touche
             low = tl.load(lost_ptr + at, mask=mine, other=0).to(tl.int32)
             master = ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
         else:
-            master = tl.load(weight_ptr + at, mask=mine, other=0.0)
+            master = tl.load(weight_ptr + at, mask=mine, other=0.0).to(tl.float32)
         gap = steps - tl.load(last_ptr + row, mask=wanted, other=0.0)
-        tl.store(grad_ptr + at, tl.zeros_like(grad), mask=mine)
+        tl.store(at_grad, tl.zeros_like(grad), mask=mine)
 
         moved = (tl.max((grad != 0).to(tl.int32), axis=1) != 0) & healthy             # NaN is not 0
         mine = mine & moved[:, None]
@@ -89,35 +87,33 @@ def row_adam_kernel(weight_ptr, lost_ptr, grad_ptr, second_ptr, last_ptr, touche
             tl.store(weight_ptr + at, (bits >> 16).to(tl.int16), mask=mine)
             tl.store(lost_ptr + at, bits.to(tl.int16), mask=mine)
         else:
-            tl.store(weight_ptr + at, master, mask=mine)
+            tl.store(weight_ptr + at, master.to(weight_ptr.dtype.element_ty), mask=mine)
         tl.store(second_ptr + at_second, second, mask=has_second & moved[:, None])
         tl.store(last_ptr + row, tl.zeros_like(gap) + steps, mask=moved)
 
 
-def row_adam(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second: Tensor, last: Tensor, touched: Touched, steps: Tensor,
-             healthy: Tensor, lr: Tensor, decay: Tensor, beta2: float, cautious: bool, tuned: tuple[int, int] = CONFIGS[0]) -> None:
-    """As `row_adam_twin`, by a Triton kernel; weight in bf16 with lost bits, or in float32 without.
-
-    No row's gradient that is not among `touched` is read, or becomes zero.
-    """
-    rows, width = weight.shape
-    for name, tensor in (("weight", weight), ("lost_bits", lost_bits), ("grad", grad)):
+def row_adam(weight: Tensor, lost_bits: Tensor | None, gradients: RowGradients, second: Tensor, last: Tensor, steps: Tensor, healthy: Tensor,
+             lr: Tensor, decay: Tensor, beta2: float, cautious: bool, tuned: tuple[int, int] = CONFIGS[0]) -> None:
+    """As `row_adam_twin`, by a Triton kernel, from the gradients of the rows listed, of which there are then none."""
+    (rows, width), (grads, listed, count, place) = weight.shape, gradients
+    for name, tensor in (("weight", weight), ("lost_bits", lost_bits)):
         check(tensor is None or tensor.shape == weight.shape and tensor.is_contiguous(), name, tensor, f"({rows}, {width}), contiguous")
     check(second.ndim == 2 and len(second) == rows and second.is_contiguous(), "second", second, f"({rows}, blocks), contiguous")
     block = width // max(second.shape[1], 1)
     check(block * second.shape[1] == width and block & (block - 1) == 0, "second", second, f"of blocks of 2ⁿ of the {width} columns")
     split = lost_bits is not None
-    check(weight.dtype == (torch.bfloat16 if split else torch.float32), "weight", weight, "bf16 with lost bits or float32 without")
+    check(weight.dtype == torch.bfloat16 or not split and weight.dtype == torch.float32, "weight", weight, "bf16, or float32 without lost bits")
     check(rows <= 2 ** 30, "weight", weight, "of at most 2³⁰ rows")
     check(last.shape == (rows,) and last.dtype == second.dtype == torch.float32, "last", last, f"float32 ({rows},), as second is")
-    check(touched.listed.shape == (rows,), "touched", touched.listed, f"of {rows} rows")
+    check(place.shape == (rows,), "place", place, f"({rows},)")
+    check(grads.shape == (len(listed), width) and grads.is_contiguous(), "grads", grads, f"({len(listed)}, {width}), contiguous")
     check(0 < beta2 < 1, "second", second, f"decayed by a beta2 between 0 and 1, not {beta2}")
     steps.add_(healthy)
-    (elements, warps), columns, capacity = tuned, 1 << max(width - 1, 0).bit_length(), len(touched.rows)
+    (elements, warps), columns, capacity = tuned, 1 << max(width - 1, 0).bit_length(), len(listed) - 1
     a_tile = max(elements // columns, 1)
     if rows and width:
         row_adam_kernel[triton.cdiv(capacity, a_tile),](
-            weight.view(torch.int16) if split else weight, lost_bits, grad, second, last, *touched, steps, healthy, lr, decay, capacity,
-            width, BETA2=beta2, LOG2_BETA2=math.log2(beta2), CAUTIOUS=cautious, SPLIT=split, ROWS=a_tile, COLUMNS=columns, BLOCK=block,
-            num_warps=warps)
-    touched.count.zero_()
+            weight.view(torch.int16) if split else weight, lost_bits, grads, listed, count, place, second, last, steps, healthy, lr, decay,
+            capacity, width, BETA2=beta2, LOG2_BETA2=math.log2(beta2), CAUTIOUS=cautious, SPLIT=split, ROWS=a_tile, COLUMNS=columns,
+            BLOCK=block, num_warps=warps)
+    count.zero_()

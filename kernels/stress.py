@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import (
     cross_entropy, embedding, fp8_qkv, fp8_scales, fp8_weights, head_loss, linear, mlp, newton_schulz, qkv, quantize, residual, residual_fp8,
-    row_adam, shared_rows, smear, symmetric, transpose)
+    row_adam, row_gradients, shared_rows, smear, symmetric, transpose)
 from kernels.coefficients import lower_end, polar_express
 from kernels.polar_error import polar_factor, real, synthetic
 
@@ -205,15 +205,14 @@ def movers() -> Iterator[tuple[str, Callable]]:
     yield "embedding", lambda: (embedding.take_rows(x, order.index), embedding.add_rows(random(9, 133), x, *order[1:3]))
     seen = x, torch.rand(71, device=DEVICE) < 0.3, torch.rand(12, device=DEVICE), scale
     yield "smear", lambda: (smear.smear_forward(*seen), *smear.smear_backward(x, *seen))
-    rows = embedding.sort_rows(torch.randint(150, (71,), device=DEVICE))[1:3]
-    state = [torch.zeros(150, 128, device=DEVICE, dtype=dtype) for dtype in (torch.bfloat16, torch.int16, torch.bfloat16)]
-    numbers = [torch.tensor(number, device=DEVICE) for number in (3.0, True, 0.1, 0.1)]
-    state += [torch.zeros(150, 8, device=DEVICE), torch.zeros(150, device=DEVICE), embedding.no_rows(state[0], 150)]
+    rows, positions = embedding.sort_rows(torch.randint(150, (71,), device=DEVICE))[1:3]
+    table, numbers = random(150, 128), [torch.tensor(number, device=DEVICE) for number in (3.0, True, 0.1, 0.1)]
+    gradients, state = row_gradients.no_gradients(table, 60), (torch.zeros(150, 8, device=DEVICE), torch.zeros(150, device=DEVICE))
 
     def update() -> list[Tensor]:
-        embedding.add_rows(state[2], x[:, 5:], *rows, state[5])
-        row_adam.row_adam(*state, *numbers, 0.95, True)
-        return state[:5]
+        embedding.add_rows(gradients.grads, x[:, 5:], row_gradients.enlist(rows, gradients), positions)
+        row_adam.row_adam(table, None, gradients, *state, *numbers, 0.95, True)
+        return [table, *state]
     yield "row_adam", update
     yield "add_transposed", lambda: transpose.add_transposed(random(133, 71), x)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed import _symmetric_memory
 
-import train_gpt
 from kernels import collectives
+from kernels.column_exchange import parts_of_rows, whole_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -138,6 +138,6 @@ def test_copies_agree_with_nccl():
 @pytest.mark.parametrize("n, ranks, c", [(5, 4, 8), (5, 2, 3), (7, 4, 48), (3, 1, 16), (1, 8, 2)])
 def test_parts_become_whole_rows_and_parts_again(n, ranks, c, dtype):
     parts = torch.randn(ranks * n, c).to(dtype)
-    rows = train_gpt.whole_rows(parts, ranks)
+    rows = whole_rows(parts, ranks)
     assert torch.equal(rows, parts.view(ranks, n, c).transpose(0, 1).reshape(n, ranks * c))
-    assert torch.equal(train_gpt.parts_of_rows(rows, ranks), parts)
+    assert torch.equal(parts_of_rows(rows, ranks), parts)

@@ -12,6 +12,8 @@ import train_gpt
 from kernels.master_weight import master_weight, store_master_weight
 from kernels.coefficients import polar_express
 from kernels.newton_schulz import newton_schulz_reference
+from kernels.row_adam import row_adam_twin
+from kernels.row_gradients import RowGradients
 
 
 PLAIN = {f: f for f in (train_gpt.nesterov_momentum, newton_schulz_reference, train_gpt.neuron_update, train_gpt.adam_update)}
@@ -224,9 +226,13 @@ def everything(trainer) -> list[torch.Tensor]:
 
 
 def state_of(shard) -> list[torch.Tensor]:
-    """All that a step changes; the rows with a gradient that are listed in their order, for on a GPU they come in any."""
-    listed = (shard.touched.rows,) if shard.touched else ()
-    return [x[:shard.touched.count].sort().values if any(x is rows for rows in listed) else x.clone() for x in shard.state()]
+    """All that a step changes; rows that have a gradient are listed in their order, for on a GPU they come in any."""
+    gradients = getattr(shard, "gradients", None)
+    if not isinstance(gradients, RowGradients):
+        return [x.clone() for x in shard.state()]
+    others = [x for x in shard.state() if not any(x is y for y in gradients)]
+    rows, order = gradients.rows[1:1 + gradients.count].sort()
+    return [*(x.clone() for x in others), rows, gradients.grads[1 + order], gradients.place.nonzero(), gradients.grads[1 + len(rows):].any()]
 
 
 def test_warm_up_leaves_no_trace(config):
@@ -277,23 +283,24 @@ def test_adam_takes_the_gradients_of_two_steps(trainer):
     assert not torch.equal(before, head.weights) and not head.grads.any()
 
 
-def test_the_row_update_takes_the_rows_of_two_steps(config):
-    """As its twin does, which looks at the gradients; and after a warm-up that ends between listing and updating the same to the bit."""
-    config, results = replace(config, micro_batches=2, batch_tokens=(256, 256, 256)), []
-    for update, warm in ((train_gpt.row_adam_twin, False), (train_gpt.row_adam, False), (train_gpt.row_adam, True)):
+def test_the_row_update_takes_the_rows_of_two_steps(config, monkeypatch):
+    """As its twin does, which looks at the gradients of all; and after a warm-up that ends between listing and updating the same to the bit."""
+    config, results, plain = replace(config, micro_batches=2, batch_tokens=(256, 256, 256)), [], train_gpt.compiled
+    kernels = train_gpt.KERNELS["fused_embedding"] | train_gpt.KERNELS["fused_row_update"]
+    for by_row, warm in ((False, False), (True, False), (True, True)):
+        replaced = kernels if by_row else {row_adam_twin: row_adam_twin}
+        monkeypatch.setattr(train_gpt, "compiled", lambda *args: {f: replaced.get(f, g) for f, g in plain(*args).items()})
         trainer = train_gpt.Trainer(config, train_gpt.World())
-        trainer.model.part |= train_gpt.KERNELS["fused_embedding"]
-        trainer.optimizer.part |= {train_gpt.row_adam_twin: update}
         shard, snapshot = trainer.optimizer.shards["n-gram table"], trainer.optimizer.snapshot()
         if warm:
             trainer.step(trainer.schedule.at(2), trainer.loader.batches(2))
-            assert shard.touched.listed.any()
+            assert shard.gradients.count
             trainer.optimizer.restore(snapshot)
-        assert not shard.touched.listed.any()
         for step in map(trainer.schedule.at, range(4)):
             trainer.step(step, trainer.loader.batches(step.index))
-            read = shard.grads.view(trainer.model.ngram_table.shape).any(1)
-            assert read.any() != step.update_adam and torch.equal(shard.touched.listed, read) and shard.touched.count == read.sum()
+            if by_row:
+                with_gradient = (shard.gradients.place > 0).sum()
+                assert bool(with_gradient) != step.update_adam and shard.gradients.count == with_gradient
         results.append(state_of(shard))
     assert all(torch.equal(kernel, warmed) for kernel, warmed in zip(*results[1:], strict=True))
     (twin, *_), (kernel, *_), _ = results                                # the weights
@@ -314,7 +321,7 @@ def test_a_non_finite_loss_changes_no_weight(trainer):
     before = [p.detach().clone() for p in trainer.model.parameters()]
     step = trainer.schedule.at(1)
     for p in trainer.model.parameters():
-        p.grad.fill_(torch.nan)
+        (p.row_gradients.grads if p.grad is None else p.grad).fill_(torch.nan)
     for loss in (torch.tensor(torch.nan), torch.tensor(1.0)):            # the steps that are already under way as well
         trainer.optimizer.begin(step)
         trainer.optimizer.judge(loss)
@@ -390,7 +397,7 @@ def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, setti
 
     def compare(shard, *_):
         for round in shard.rounds:
-            if not (shard.group.replicated or shard.group.local):
+            if not shard.group.replicated:
                 whole, early, layer = given[shard.grads[round.whole].data_ptr()]
                 assert torch.equal(whole, early), (shard.group.name, round.layer)
                 checked.append((shard.group.name, layer))
