@@ -124,8 +124,8 @@ class Config:
     rotary_base: float = 1024.0
     attention_scale: float = 0.15
     gate_channels: int = 12             # that a gate sees: the smear gate of the token's vector, a value gate half of them of its value row
-    ngrams: tuple[int, ...] = (2, 3, 4) # the first head's values get a row for the last 2 tokens, the second's for 3 ...
-    ngram_rows: int = 33_554_432        # of the hashed table of all these, as wide as a head; 0: no table
+    ngrams: tuple[int, ...] = (2, 3, 4, 5)      # the first head's values get a row for the last 2 tokens, the second's for 3 ...
+    ngram_rows: int = 67_108_864        # of the hashed table of all these, as wide as a head; 0: no table
     value_embeddings: bool = True
     smear: bool = True                  # each token's embedding adds a gated share of the previous one's
     key_offset: bool = True             # long windows: the position-free half of K comes from the token before
@@ -164,7 +164,6 @@ class Config:
     value_lr: float = 150.0             # times adam_lr: of the value embeddings,
     ngram_lr: float = 75.0              # of the n-grams' table
     ngram_beta2: float = 0.99           # of that table, and
-    ngram_lost_bits: bool = False
     ngram_block: int = 16               # how many neighbouring columns of a row share a mean square there
     adam_decay: float = 0.005           # times the squared learning rate
     cautious: bool = True               # decay only where the update and the weight agree in sign
@@ -217,8 +216,8 @@ PRESETS = {
     # The same on 190 M tokens and 4 GPUs: half the batches, for which momentum is shorter, a longer table, and all of a cut document, or
     # a second epoch would begin before the end, at 0.1 of loss.
     "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
-                      steps=1260, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
-                      ngram_rows=402_653_184, keep_tails=True, data_path=""),
+                      steps=1200, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
+                      ngram_rows=1_073_741_824, keep_tails=True, data_path=""),
     # GPT-2 medium's size. Its rates, batches and steps are guesses from the small model's, of which GPUs have seen the first 100 steps.
     "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
                       adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41)),
@@ -357,7 +356,7 @@ class World:
 
 # ---- The parts that torch.compile fuses: pure functions of tensors, one for each kind of work ------------------------
 
-HASH = 998_244_353, 1_000_003, 2_654_435_761, 3_266_489_917, 668_265_263      # odd factors, of a token and of those before it
+HASH = 998_244_353, 1_000_003, 2_654_435_761, 3_266_489_917, 668_265_263, 374_761_393      # odd factors, of a token and of those before
 
 
 def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
@@ -548,7 +547,7 @@ class GPT(nn.Module):
             exchange.send(run[embedding_twin](self.ngram_table, sort(index)))
         reached(-1, None)
         rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
-        streams = [(run[smear_twin](rows, is_start, self.smear_gate, smear_share),)]       # streams[i]'s sum enters layer i, the last the head
+        streams = [(run[smear_twin](rows, is_start, self.smear_gate, smear_share),)]    # stream i's sum enters layer i, the last the head
         sources, normed = [layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
                            for i, layer in enumerate(config.layers)], {}                   # the stream whose norm a layer's attention reads
         for i, (layer, source) in enumerate(zip(config.layers, sources)):
@@ -720,14 +719,12 @@ class Shard:
 
 
 class TableShard:
-    """This rank's columns of a long table. Nobody else has any, so there is nothing to sum or to gather, and rows are updated where they were read."""
-
+    """This rank's columns of a long table, of which rows are updated where they were read; the other ranks have theirs, nobody sums."""
     rounds = ()
 
     def __init__(self, group: Group, config: Config, by_row: bool):
         self.group, self.config, (self.table,) = group, config, group.params
         (rows, width), device = self.table.shape, self.table.device
-        self.lost_bits = torch.zeros_like(self.table, dtype=torch.int16) if self.table.dtype == torch.bfloat16 and config.ngram_lost_bits else None
         self.second = torch.zeros(rows, width // config.ngram_block, device=device)
         self.last = torch.zeros(rows, device=device)                     # the update that took each row's latest gradient
         self.steps = torch.zeros((), device=device)
@@ -743,13 +740,12 @@ class TableShard:
     def update(self, part: dict[Callable, Callable], healthy: Tensor, lr: Tensor, _: Tensor) -> None:
         """As `Shard.update`."""
         group = self.group
-        part[row_adam_twin](self.table, self.lost_bits, self.gradients, self.second, self.last, self.steps, healthy, lr * group.lr,
+        part[row_adam_twin](self.table, self.gradients, self.second, self.last, self.steps, healthy, lr * group.lr,
                             lr * (group.base_lr * group.decay), group.betas[1], self.config.cautious)
 
     def state(self) -> list[Tensor]:
-        gradients = self.gradients
-        gradients = [gradients] if isinstance(gradients, Tensor) else gradients
-        return [x for x in (self.table.data, self.lost_bits, *gradients, self.second, self.last, self.steps) if x is not None]
+        gradients = [self.gradients] if isinstance(self.gradients, Tensor) else self.gradients
+        return [self.table.data, *gradients, self.second, self.last, self.steps]
 
 
 class Optimizer:
@@ -857,7 +853,7 @@ class Optimizer:
         if step.update_adam:
             work = self.world.collectives.all_reduce(self.replicated_grads)
             self.sums |= {name: [work] for name, shard in self.shards.items() if shard.group.replicated}
-            self.sums = {name: [] for name, shard in self.shards.items() if isinstance(shard, TableShard)} | self.sums     # first: none to wait for
+            self.sums = {name: [] for name, shard in self.shards.items() if not shard.rounds} | self.sums      # first: none to wait for
         self.gradients_complete(-1)
         for name, works in self.sums.items():                            # in the order in which they arrive
             summed = works and None not in works                         # then its gradients are complete, else when the backward pass is

@@ -181,11 +181,11 @@ def row_adam_cases() -> Iterator[Case]:
 
     def by_row(weight: Tensor, second: Tensor, last: Tensor, steps: Tensor, index: Tensor, grad: Tensor, into: tuple, **tuned) -> Tensor:
         into.grads.index_copy_(0, row_gradients.enlist(index.int(), into), grad)
-        row_adam.row_adam(weight, None, into, second, last, steps, *numbers, 0.95, True, **tuned)
+        row_adam.row_adam(weight, into, second, last, steps, *numbers, 0.95, True, **tuned)
         return weight
 
     def dense(weight: Tensor, second: Tensor, last: Tensor, steps: Tensor, index: Tensor, grad: Tensor, _: tuple) -> Tensor:
-        row_adam.row_adam_twin(weight, None, torch.zeros_like(weight).index_copy_(0, index, grad), second, last, steps, *numbers, 0.95, True)
+        row_adam.row_adam_twin(weight, torch.zeros_like(weight).index_copy_(0, index, grad), second, last, steps, *numbers, 0.95, True)
         return weight
 
     for rows, read, width, block in ((377280, 100_000, 192, 1), (1509120, 100_000, 192, 1), (1509120, 400_000, 192, 1),

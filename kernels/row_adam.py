@@ -24,9 +24,9 @@ from kernels.master_weight import apply_update
 CONFIGS = [(1024, 4), (256, 1), (512, 2), (512, 4), (2048, 8), (128, 1)]
 
 
-def row_adam_twin(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second: Tensor, last: Tensor, steps: Tensor, healthy: Tensor,
-                  lr: Tensor, decay: Tensor, beta2: float, cautious: bool) -> None:
-    """Update `weight` (rows, width) in place from `grad`, which ends as zero, unless not `healthy`; with it lost_bits (master_weight.py).
+def row_adam_twin(weight: Tensor, grad: Tensor, second: Tensor, last: Tensor, steps: Tensor, healthy: Tensor, lr: Tensor, decay: Tensor,
+                  beta2: float, cautious: bool) -> None:
+    """Update `weight` (rows, width) in place from `grad`, which ends as zero, unless not `healthy`.
 
     `second` (rows, width / block) float32 is the running mean square, of a block of columns each, as of the row's last update, whose
     number is `last` (rows,) float32; `steps` counts the updates. `steps`, `healthy`, `lr` and `decay` (a share of the weight, times lr) are 0-dim tensors.
@@ -39,14 +39,14 @@ def row_adam_twin(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, second
     second.copy_(torch.where(moved, grown, second))
     last.copy_(torch.where(moved[:, 0], steps, last))
     root = ((second / (1 - beta2 ** steps)).sqrt() + 1e-10).repeat_interleave(weight.shape[1] // second.shape[1], 1)
-    apply_update(weight, lost_bits, g / root, moved, lr, decay, cautious)
+    apply_update(weight, None, g / root, moved, lr, decay, cautious)
     grad.zero_()
 
 
 @triton.jit
-def row_adam_kernel(weight_ptr, lost_ptr, grads_ptr, listed_ptr, count_ptr, place_ptr, second_ptr, last_ptr, steps_ptr, healthy_ptr,
+def row_adam_kernel(weight_ptr, grads_ptr, listed_ptr, count_ptr, place_ptr, second_ptr, last_ptr, steps_ptr, healthy_ptr,
                     lr_ptr, decay_ptr, capacity, width, BETA2: tl.constexpr, LOG2_BETA2: tl.constexpr, CAUTIOUS: tl.constexpr,
-                    SPLIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
+                    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     first, count = 1 + tl.program_id(0) * ROWS, tl.minimum(tl.load(count_ptr), capacity)
     if first <= count:
@@ -63,12 +63,7 @@ def row_adam_kernel(weight_ptr, lost_ptr, grads_ptr, listed_ptr, count_ptr, plac
         block = tl.arange(0, BLOCKS)[None, :]
         at_second, has_second = row[:, None] * (width // BLOCK) + block, wanted[:, None] & (block < width // BLOCK)
         second = tl.load(second_ptr + at_second, mask=has_second, other=0.0)
-        if SPLIT:
-            high = tl.load(weight_ptr + at, mask=mine, other=0).to(tl.int32)
-            low = tl.load(lost_ptr + at, mask=mine, other=0).to(tl.int32)
-            master = ((high << 16) | (low & 0xFFFF)).to(tl.float32, bitcast=True)
-        else:
-            master = tl.load(weight_ptr + at, mask=mine, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + at, mask=mine, other=0.0).to(tl.float32)
         gap = steps - tl.load(last_ptr + row, mask=wanted, other=0.0)
         tl.store(at_grad, tl.zeros_like(grad), mask=mine)
 
@@ -78,31 +73,23 @@ def row_adam_kernel(weight_ptr, lost_ptr, grads_ptr, listed_ptr, count_ptr, plac
         second = second * tl.exp2(gap * LOG2_BETA2)[:, None] + (1 - BETA2) * (tl.sum(g * g, 2) / BLOCK)
         root = tl.sqrt(second / (1 - tl.exp2(steps * LOG2_BETA2))) + 1e-10
         update = tl.reshape(g / root[:, :, None], (ROWS, COLUMNS))
-        decayed = decay * master
+        decayed = decay * weight
         if CAUTIOUS:
-            decayed = tl.where(update * master > 0, decayed, 0.0)
-        master -= lr * (update + decayed)
-        if SPLIT:
-            bits = master.to(tl.int32, bitcast=True)
-            tl.store(weight_ptr + at, (bits >> 16).to(tl.int16), mask=mine)
-            tl.store(lost_ptr + at, bits.to(tl.int16), mask=mine)
-        else:
-            tl.store(weight_ptr + at, master.to(weight_ptr.dtype.element_ty), mask=mine)
+            decayed = tl.where(update * weight > 0, decayed, 0.0)
+        weight -= lr * (update + decayed)
+        tl.store(weight_ptr + at, weight.to(weight_ptr.dtype.element_ty), mask=mine)
         tl.store(second_ptr + at_second, second, mask=has_second & moved[:, None])
         tl.store(last_ptr + row, tl.zeros_like(gap) + steps, mask=moved)
 
 
-def row_adam(weight: Tensor, lost_bits: Tensor | None, gradients: RowGradients, second: Tensor, last: Tensor, steps: Tensor, healthy: Tensor,
-             lr: Tensor, decay: Tensor, beta2: float, cautious: bool, tuned: tuple[int, int] = CONFIGS[0]) -> None:
+def row_adam(weight: Tensor, gradients: RowGradients, second: Tensor, last: Tensor, steps: Tensor, healthy: Tensor, lr: Tensor, decay: Tensor,
+             beta2: float, cautious: bool, tuned: tuple[int, int] = CONFIGS[0]) -> None:
     """As `row_adam_twin`, by a Triton kernel, from the gradients of the rows listed, of which there are then none."""
     (rows, width), (grads, listed, count, place) = weight.shape, gradients
-    for name, tensor in (("weight", weight), ("lost_bits", lost_bits)):
-        check(tensor is None or tensor.shape == weight.shape and tensor.is_contiguous(), name, tensor, f"({rows}, {width}), contiguous")
+    check(weight.is_contiguous() and weight.dtype in (torch.bfloat16, torch.float32), "weight", weight, "bf16 or float32, contiguous")
     check(second.ndim == 2 and len(second) == rows and second.is_contiguous(), "second", second, f"({rows}, blocks), contiguous")
     block = width // max(second.shape[1], 1)
     check(block * second.shape[1] == width and block & (block - 1) == 0, "second", second, f"of blocks of 2ⁿ of the {width} columns")
-    split = lost_bits is not None
-    check(weight.dtype == torch.bfloat16 or not split and weight.dtype == torch.float32, "weight", weight, "bf16, or float32 without lost bits")
     check(rows <= 2 ** 30, "weight", weight, "of at most 2³⁰ rows")
     check(last.shape == (rows,) and last.dtype == second.dtype == torch.float32, "last", last, f"float32 ({rows},), as second is")
     check(place.shape == (rows,), "place", place, f"({rows},)")
@@ -113,7 +100,6 @@ def row_adam(weight: Tensor, lost_bits: Tensor | None, gradients: RowGradients, 
     a_tile = max(elements // columns, 1)
     if rows and width:
         row_adam_kernel[triton.cdiv(capacity, a_tile),](
-            weight.view(torch.int16) if split else weight, lost_bits, grads, listed, count, place, second, last, steps, healthy, lr, decay,
-            capacity, width, BETA2=beta2, LOG2_BETA2=math.log2(beta2), CAUTIOUS=cautious, SPLIT=split, ROWS=a_tile, COLUMNS=columns,
-            BLOCK=block, num_warps=warps)
+            weight, grads, listed, count, place, second, last, steps, healthy, lr, decay, capacity, width, BETA2=beta2,
+            LOG2_BETA2=math.log2(beta2), CAUTIOUS=cautious, ROWS=a_tile, COLUMNS=columns, BLOCK=block, num_warps=warps)
     count.zero_()

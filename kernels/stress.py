@@ -211,7 +211,7 @@ def movers() -> Iterator[tuple[str, Callable]]:
 
     def update() -> list[Tensor]:
         embedding.add_rows(gradients.grads, x[:, 5:], row_gradients.enlist(rows, gradients), positions)
-        row_adam.row_adam(table, None, gradients, *state, *numbers, 0.95, True)
+        row_adam.row_adam(table, gradients, *state, *numbers, 0.95, True)
         return [table, *state]
     yield "row_adam", update
     yield "add_transposed", lambda: transpose.add_transposed(random(133, 71), x)

