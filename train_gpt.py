@@ -297,10 +297,34 @@ def check_config(config: Config) -> None:
                         f"{config.width} matrices, which NorMuon takes; use a multiple of {config.head_dim // 2}, half of --head_dim")
     if len(config.ngrams) > config.heads or not all(1 <= length <= len(HASH) for length in config.ngrams):
         raise UserError(f"--ngrams {config.ngrams}: lengths of 1 to {len(HASH)} tokens, one for each of {config.heads} heads at most")
+    if not 0 <= config.ngram_rows <= 2 ** 30:
+        raise UserError(f"--ngram_rows {config.ngram_rows}: 0 for no table, at most {2 ** 30}")
     if config.softmax_samples < 0:
         raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, 0 for all")
     if config.attention not in ("auto", *ATTENTION):
         raise UserError(f"--attention {config.attention}: choose auto, {', '.join(ATTENTION)}")
+
+
+def table_row_bytes(config: Config, ranks: int) -> int:
+    """What a row of the n-grams' table takes of each GPU: weights, mean squares, number of its last update, place of its gradient."""
+    columns = config.head_dim // ranks
+    return 2 * columns + 4 * (columns // config.ngram_block) + 4 + 4
+
+
+def check_machine(config: Config, ranks: int, memory: float) -> None:
+    """Refuse what so many ranks, each on a device of so many bytes, cannot train."""
+    width = config.head_dim if config.ngram_rows else 0                  # of the n-grams' table
+    if config.micro_batches % ranks or width % ranks:
+        divisors = [str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == width % n == 0]
+        raise UserError(f"{ranks} ranks do not divide the {config.micro_batches} micro-batches of a step and the width of a head, {width}; "
+                        f"use {', '.join(divisors)} ranks or another --micro_batches")
+    columns, block = width // ranks, config.ngram_block
+    if columns % block or block & (block - 1):
+        raise UserError(f"--ngram_block {block}: use a power of two that divides a rank's {columns} columns")
+    if (table := config.ngram_rows * table_row_bytes(config, ranks)) > 0.7 * memory:
+        fitting = int(0.6 * memory / table * config.ngram_rows) >> 20 << 20
+        raise UserError(f"--ngram_rows {config.ngram_rows}: with {ranks} GPUs that takes {table / 1e9:.0f} of the {memory / 1e9:.0f} GB "
+                        f"of each, and the rest needs room too; use {fitting} rows or more GPUs")
 
 
 # ========== Ranks ====================================================================================================
@@ -322,6 +346,11 @@ class World:
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo",
                                     device_id=self.device if self.device.type == "cuda" else None)
         self.collectives = Collectives(self.size)
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the device."""
+        return torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else math.inf
 
     def choose_collectives(self, copies: bool) -> None:
         """By the copy engines, if wanted and possible. What their `zeros` made lives as long as they."""
@@ -966,13 +995,7 @@ class Trainer:
     """Model, optimizer and data: the one step function, of the warm-up and of the run, and the one validation."""
 
     def __init__(self, config: Config, world: World):
-        columns = config.head_dim if config.ngram_rows else 0            # of the n-grams' table
-        if config.micro_batches % world.size or columns % world.size:
-            divisors = [str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == columns % n == 0]
-            raise UserError(f"{world.size} ranks do not divide the {config.micro_batches} micro-batches of a step and the width of a head, "
-                            f"{columns}; use {', '.join(divisors)} ranks or another --micro_batches")
-        if columns // world.size % config.ngram_block or config.ngram_block & (config.ngram_block - 1):
-            raise UserError(f"--ngram_block {config.ngram_block}: use a power of two that divides a rank's {columns // world.size} columns")
+        check_machine(config, world.size, world.memory)
         self.config, self.world = config, world
         world.choose_collectives(config.peer_copies)
         self.schedule = Schedule(config)

@@ -192,7 +192,7 @@ def row_adam_cases() -> Iterator[Case]:
                                      (6291456, 100_000, 192, 16), (33554432, 100_000, 32, 16), (33554432, 400_000, 32, 16)):
         touched = rows * (1 - (1 - 1 / rows) ** read)
         yield Case("Adam on the rows read, listed and with a copy of their gradients", f"{read} of {rows} × {width} / {block}",
-                   partial(inputs, rows, read, width, block), by_row, dense, 0.0, (14.0 + 8.0 / block) * width * touched, compile=False,
+                   partial(inputs, rows, read, width, block), by_row, dense, 0.0, (12.0 + 8.0 / block) * width * touched, compile=False,
                    configs=row_adam.CONFIGS)
 
 

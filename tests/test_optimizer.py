@@ -127,6 +127,15 @@ def test_bf16_weights_follow_float32_exactly(config):
     assert torch.equal(master_weight(shard.weight, shard.lost_bits)[:50], wide.detach())
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_long_table_takes_the_bytes_that_are_asked_of_the_machine(config, ranks):
+    """What grows with the rows, of what a rank holds of the table."""
+    rows, config = 4096, replace(config, head_dim=64, ngram_block=16)
+    table = torch.nn.Parameter(torch.zeros(rows, 64 // ranks, dtype=torch.bfloat16))
+    shard = train_gpt.TableShard(train_gpt.Group("table", [table], [], "row adam", 1.0, (0.0, 0.9), 0.0, 1.0), config, by_row=True)
+    assert sum(x.nbytes for x in shard.state() if len(x.shape) and len(x) == rows) == rows * train_gpt.table_row_bytes(config, ranks)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("matrices", [1, 7, 8, 9, 19])
 def test_shards_cover_every_matrix_once(config, ranks, matrices):

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -112,6 +112,7 @@ def test_too_few_tokens(tmp_path):
     (["--val_chunk", "100"], ["--val_chunk 100 is smaller than --val_sequence_length 256"]),
     (["--preset", "huge"], ["--preset huge", "speedrun, corpus, medium, cpu"]),
     (["--attention", "flash9"], ["--attention flash9", "flash4, varlen, plain"]),
+    (["--ngram_rows", "2000000000"], ["--ngram_rows 2000000000", "at most 1073741824"]),
     (["--softmax_samples", "-1"], ["--softmax_samples -1", "0 for all"]),
     (["--steps", "2"], ["--steps 2", "at least one step"]),
     (["--runs", "0"], ["--runs 0", "at least 1"]),
@@ -140,6 +141,19 @@ def test_ranks_that_do_not_divide(shards):
     result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "train_gpt.py", *SHORT],
                             cwd=ROOT, env=environment(DATA_PATH=str(shards)), capture_output=True, text=True, timeout=120)
     assert result.returncode and "train_gpt.py: 3 ranks do not divide the 8 micro-batches of a step and the width of a head, 32; use 1, 2, 4, 8 ranks" in result.stderr
+
+
+def test_a_table_that_has_no_room():
+    """Refused before it is made, with a length that fits; as the records' machines had it, it is not."""
+    config, gpu = train_gpt.parse_config(["--preset", "corpus", "--data_path", "x"]), 150e9
+    for ranks, memory in ((1, gpu), (2, gpu), (4, 80e9)):
+        with pytest.raises(train_gpt.UserError, match=rf"--ngram_rows 1073741824: with {ranks} GPUs .* use \d+ rows or more GPUs") as error:
+            train_gpt.check_machine(config, ranks, memory)
+        fitting = int(re.search(r"use (\d+) rows", str(error.value))[1])
+        train_gpt.check_machine(replace(config, ngram_rows=fitting), ranks, memory)
+    for ranks, rows, memory in ((4, config.ngram_rows, gpu), (2, 536_870_912, gpu), (8, config.ngram_rows, 80e9)):
+        train_gpt.check_machine(replace(config, ngram_rows=rows, micro_batches=8), ranks, memory)
+    train_gpt.check_machine(train_gpt.SPEEDRUN, 1, 80e9)
 
 
 def test_a_non_finite_loss_stops_the_run(tmp_path, shards):

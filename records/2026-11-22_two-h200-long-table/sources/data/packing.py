@@ -1,0 +1,93 @@
+"""Documents into sequences, sequences packed end to end: the arithmetic of batches, in numpy."""
+from pathlib import Path
+from typing import Iterable
+
+import numpy as np
+
+from data.shards import ShardError, document_starts, open_shard
+
+
+def cut_documents(starts: np.ndarray, end: int, cut: int, keep_tails: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and ends of the sequences of documents that begin at `starts`, the last of which ends at `end`.
+
+    A sequence has at most `cut` tokens. What a longer document leaves over is dropped, or cut again if `keep_tails`.
+    """
+    ends = np.append(starts[1:], end)
+    if not keep_tails:
+        return starts, np.minimum(ends, starts + cut)
+    pieces = -(-(ends - starts) // cut)
+    piece = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts, ends = np.repeat(starts, pieces) + piece * cut, np.repeat(ends, pieces)
+    return starts, np.minimum(ends, starts + cut)
+
+
+def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, longest: int,
+         document_start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Sequences (text, start, length) end to end as tokens (n,), targets (n,) and boundaries (most + 1,), all int32.
+
+    A target is the token that follows in the text; after a text's last token, the start of a document. The last sequence is
+    cut to fit. Places left over become sequences of at most `longest` tokens with targets -1: not scored. Boundaries hold
+    where each sequence starts; those after the last are n.
+    """
+    tokens, targets = np.zeros(n, np.int32), np.full(n, -1, np.int32)
+    boundaries = [0]
+    for text, start, length in sequences:
+        here = boundaries[-1]
+        end = min(here + length, n)
+        tokens[here:end] = text[start:start + end - here]
+        following = text[start + 1:start + 1 + end - here]
+        targets[here:end] = document_start
+        targets[here:here + len(following)] = following
+        boundaries.append(end)
+    while boundaries[-1] < n:
+        boundaries.append(min(boundaries[-1] + longest, n))
+    if len(boundaries) > most + 1:
+        raise ValueError(f"{len(boundaries) - 1} sequences in a batch that may hold {most}; the bound must count every batch")
+    return tokens, targets, np.array(boundaries + [n] * (most + 1 - len(boundaries)), np.int32)
+
+
+def sample_columns(targets: np.ndarray, count: int, vocabulary: int, generator: np.random.Generator) -> np.ndarray:
+    """`count` tokens, ascending, int32: the targets (n,), without -1, and a uniform sample of the rest."""
+    chosen = np.zeros(vocabulary, bool)
+    chosen[targets[targets >= 0]] = True
+    others = np.flatnonzero(~chosen)
+    missing = count - (vocabulary - len(others))
+    if missing < 0:
+        raise ValueError(f"{count - missing} different targets in a batch with {count} columns; the bound must count every batch")
+    chosen[generator.choice(others, missing, replace=False, shuffle=False)] = True
+    return np.flatnonzero(chosen).astype(np.int32)
+
+
+class ShardedText:
+    """The text of some shards, by number: its tokens, and the sequences that its documents are cut into. Read when first used."""
+
+    def __init__(self, paths: list[Path], vocab_size: int, document_start: int, keep_tails: bool):
+        self.paths, self.vocab_size, self.document_start, self.keep_tails = paths, vocab_size, document_start, keep_tails
+        self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}       # tokens, document starts
+        self.cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (n,) uint16, memory-mapped, and document starts (documents,) int64; ShardError if there are none."""
+        if shard not in self.opened:
+            path = self.paths[shard]
+            tokens = open_shard(path, self.vocab_size)
+            starts = document_starts(tokens, self.document_start)
+            if not len(starts):
+                raise ShardError(f"{path}: no document starts with token {self.document_start}, its largest id is {tokens.max()}; "
+                                 f"train with the preset that fits it or --vocab_size {int(tokens.max()) + 1}")
+            self.opened[shard] = tokens, starts
+        return self.opened[shard]
+
+    def tokens(self, shard: int) -> np.ndarray:
+        return self.open(shard)[0]
+
+    def sequences(self, shard: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the shard's sequences start, and the sum of the lengths before each and at the end (one entry more)."""
+        if (shard, cut) not in self.cuts:
+            tokens, starts = self.open(shard)
+            starts, ends = cut_documents(starts, len(tokens), cut, self.keep_tails)
+            self.cuts[shard, cut] = starts, np.concatenate([[0], np.cumsum(ends - starts)])
+        return self.cuts[shard, cut]
