@@ -194,7 +194,7 @@ class Config:
     peer_copies: bool = True            # collectives by copy engines between GPUs that see each other's memory; false: by NCCL
     check_ranks: bool = False           # after every step compare the ranks' weights, bit for bit; slow, for finding faults
     write_log: bool = True              # write a run folder under `records/runs`
-    save: str = ""                      # file for the trained weights, by name and unsharded
+    save: str = ""                      # file for the trained weights, by name and unsharded; in corpus 275 GB, of the host's memory too
 
     @property
     def heads(self) -> int:
