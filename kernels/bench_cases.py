@@ -180,7 +180,7 @@ def row_adam_cases() -> Iterator[Case]:
         return weight, second, last, steps, index, random(len(index), width), row_gradients.no_gradients(weight, read)
 
     def by_row(weight: Tensor, second: Tensor, last: Tensor, steps: Tensor, index: Tensor, grad: Tensor, into: tuple, **tuned) -> Tensor:
-        into.grads.index_copy_(0, row_gradients.enlist(index.int(), into), grad)
+        into.grads.index_copy_(0, row_gradients.enlist(index.int(), into).long(), grad)
         row_adam.row_adam(weight, into, second, last, steps, *numbers, 0.95, True, **tuned)
         return weight
 
@@ -192,7 +192,7 @@ def row_adam_cases() -> Iterator[Case]:
                                      (6291456, 100_000, 192, 16), (33554432, 100_000, 32, 16), (33554432, 400_000, 32, 16)):
         touched = rows * (1 - (1 - 1 / rows) ** read)
         yield Case("Adam on the rows read, listed and with a copy of their gradients", f"{read} of {rows} × {width} / {block}",
-                   partial(inputs, rows, read, width, block), by_row, dense, 0.0, (12.0 + 8.0 / block) * width * touched, compile=False,
+                   partial(inputs, rows, read, width, block), by_row, dense, 0.0, (12.0 + 8.0 / block) * width * touched,
                    configs=row_adam.CONFIGS)
 
 
