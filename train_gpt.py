@@ -319,7 +319,7 @@ def check_machine(config: Config, ranks: int, memory: float) -> None:
         raise UserError(f"{ranks} ranks do not divide the {config.micro_batches} micro-batches of a step and the width of a head, {width}; "
                         f"use {', '.join(divisors)} ranks or another --micro_batches")
     columns, block = width // ranks, config.ngram_block
-    if columns % block or block & (block - 1):
+    if block < 1 or columns % block or block & (block - 1):
         raise UserError(f"--ngram_block {block}: use a power of two that divides a rank's {columns} columns")
     if (table := config.ngram_rows * table_row_bytes(config, ranks)) > 0.7 * memory:
         fitting = int(0.6 * memory / table * config.ngram_rows) >> 20 << 20

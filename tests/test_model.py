@@ -282,8 +282,9 @@ def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
     compiled = torch.compile(mlp_input_twin, backend="aot_eager", fullgraph=True)
     expected = whole(mlp_input_twin, lambda *tensors: mlp.mlp_twin(*tensors, False))
     for first in (compiled, mlp_input_twin, residual.mlp_input):
-        for found, wanted in zip(whole(first, lambda *tensors: mlp.mlp(*tensors, False)), expected):
-            assert (found - wanted).norm() <= 1e-3 * wanted.norm()       # of a gradient's 7e5 single elements keep 0.01
+        found = whole(first, lambda *tensors: mlp.mlp(*tensors, False))
+        for mine, wanted, bound in zip(found, expected, (1e-5, 1e-5, 1e-5, 1e-5, 1e-3), strict=True):    # the last, of the scales, cancels
+            assert (mine - wanted).norm() <= bound * wanted.norm()       # single elements of gradients of 7e5 are right to 0.01
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -156,6 +156,12 @@ def test_a_table_that_has_no_room():
     train_gpt.check_machine(train_gpt.SPEEDRUN, 1, 80e9)
 
 
+@pytest.mark.parametrize("block", [0, 3, 12, 64])
+def test_a_block_that_does_not_divide_a_ranks_columns(block):
+    with pytest.raises(train_gpt.UserError, match=f"--ngram_block {block}: use a power of two that divides a rank's 32 columns"):
+        train_gpt.check_machine(replace(train_gpt.SPEEDRUN, ngram_block=block), 4, 150e9)
+
+
 def test_a_non_finite_loss_stops_the_run(tmp_path, shards):
     result = command(*SHORTER, "--adam_lr", "1e30", DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
     refused(result, "the training loss is nan", "stopped before its update")
