@@ -161,8 +161,9 @@ class Config:
     aol: bool = False                   # precondition it with AOL in place of the plain normalisation
     neuron_norm: bool = True            # NorMuon's normalisation of each output neuron
     adam_lr: float = 0.008
-    value_lr: float = 150.0             # times adam_lr: of the value embeddings,
-    ngram_lr: float = 75.0              # of the n-grams' table
+    value_lr: float = 150.0             # times adam_lr: of the value embeddings
+    value_beta1: float = 0.0            # of value embeddings; 0: no first moment, and no bits beyond the weight's own
+    ngram_lr: float = 75.0              # times adam_lr: of the n-grams' table
     ngram_beta2: float = 0.99           # of that table, and
     ngram_block: int = 16               # how many neighbouring columns of a row share a mean square there
     adam_decay: float = 0.005           # times the squared learning rate
@@ -226,6 +227,7 @@ PRESETS = {
         micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, attention_scale=0.1,
         ngrams=(2, 4), ngram_rows=65_536, ngram_block=1, steps=120, extra_steps=10, batch_tokens=(2048, 3072, 4096),
         sequence_length=(256, 512, 512), window_block=32, windows=((1, 3), (3, 7), (5, 11)), softmax_samples=0,
+        value_beta1=0.75,                                                # each step reads every byte's row
         momentum_warmup=70, momentum_cooldown=15, val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
 }
 
@@ -625,7 +627,7 @@ class Group:
     name: str
     params: list[nn.Parameter]
     layers: list[int]                               # the first that uses each: 0 ... , -1 before them, their number after them
-    algorithm: str                                  # "normuon": matrices of one shape; "row adam": one table; "adam": anything
+    algorithm: str                                  # "normuon": matrices of one shape; "row adam": one long table; "adam": anything
     lr: float
     betas: tuple[float, float]                      # NorMuon: momentum comes with each step, only the second is used
     decay: float                                    # times lr * base_lr
@@ -634,6 +636,14 @@ class Group:
     squares: bool = False                           # NorMuon: each matrix is a stack of square ones
     replicated: bool = False                        # too small to share out: every rank makes the whole update
     tied_to: str | None = None                      # until untied, this group's weights are another's and it gets no updates
+
+    @property
+    def rarely_read(self) -> bool:
+        """Adam without a first moment: for tables whose rows are read now and then, which move by the whole rate or not at all.
+
+        So their weights need no bits beyond their own (kernels/row_adam.py).
+        """
+        return self.algorithm != "normuon" and not self.betas[0]
 
     def rounds(self, ranks: int) -> list[tuple[list[nn.Parameter], int]]:
         """What one collective takes at a time, and its length: NorMuon one matrix a rank, Adam one parameter, in numbers."""
@@ -648,10 +658,9 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
     each, both = list(range(last)), [layer for layer in range(last) for _ in range(2)]
 
     def adam(name: str, params: list, layers: list[int], lr: float, betas: tuple[float, float], decay: float = 0.0, **more) -> Group:
-        params = [p for p in params if p is not None and p.numel()]
-        algorithm = "adam" if betas[0] else "row adam"
-        return Group(name, params, layers * (len(params) // len(layers)) if layers else [], algorithm, lr * config.adam_lr, betas,
-                     decay * config.adam_decay, config.adam_lr, **more)
+        params, more = [p for p in params if p is not None and p.numel()], {"algorithm": "adam"} | more
+        return Group(name, params, layers * (len(params) // len(layers)) if layers else [], lr=lr * config.adam_lr, betas=betas,
+                     decay=decay * config.adam_decay, base_lr=config.adam_lr, **more)
 
     def small(name: str, params: list, lr: float, betas: tuple[float, float]) -> Group:
         return adam(name, params, [-1], lr, betas, replicated=True)
@@ -670,8 +679,8 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         normuon("mlp", list(model.bank[last:]), both, [2.0, 4.0] * last, squares=False),         # MLP-in 2, MLP-out 4
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
-        adam("value tables", list(model.value_tables),    valued, config.value_lr,   (0.75, 0.99),  5.0),
-        adam("n-gram table", [model.ngram_table],         [-1],   config.ngram_lr,   (0.00, config.ngram_beta2), 5.0),
+        adam("value tables", list(model.value_tables),    valued, config.value_lr,   (config.value_beta1, 0.99), 5.0),
+        adam("n-gram table", [model.ngram_table],         [-1],   config.ngram_lr,   (0.00, config.ngram_beta2), 5.0, algorithm="row adam"),
     ]
     return [group for group in groups if group.params]
 
@@ -715,8 +724,9 @@ class Shard:
             for _, whole, own in self.rounds:
                 self.weight[own] = self.weights[whole].chunk(ranks)[world.rank]
             self.grad = torch.zeros_like(self.weight)
-        self.lost_bits = torch.zeros_like(self.weight, dtype=torch.int16) if dtype == torch.bfloat16 else None
-        self.momentum = torch.zeros_like(self.weight, dtype=torch.float32)
+        exact = dtype == torch.bfloat16 and not group.rarely_read
+        self.lost_bits = torch.zeros_like(self.weight, dtype=torch.int16) if exact else None
+        self.momentum = None if group.rarely_read else torch.zeros_like(self.weight, dtype=torch.float32)
         self.second = torch.zeros_like(self.weight[..., :1] if muon else self.weight, dtype=torch.float32)
         self.steps = torch.zeros((), device=device)
         if muon:

@@ -5,15 +5,19 @@ from torch import Tensor
 from kernels.master_weight import apply_update
 
 
-def adam_update(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, first: Tensor, second: Tensor, steps: Tensor,
+def adam_update(weight: Tensor, lost_bits: Tensor | None, grad: Tensor, first: Tensor | None, second: Tensor, steps: Tensor,
                 healthy: Tensor, lr: Tensor, decay: Tensor, betas: tuple[float, float], cautious: bool) -> None:
-    """Update (n,) `weight`, its moments (float32) and the count of `steps` in place, unless not `healthy`.
+    """Update (n,) `weight`, its moments (float32; `first` is None where β₁ is 0) and the count of `steps` in place, unless not `healthy`.
 
     `steps`, `healthy`, `lr` and `decay` (a share of the weight, times lr) are 0-dim tensors: they change without a new program.
     """
     grad = torch.where(healthy, grad, 0).float()
     steps.add_(healthy)
-    first.lerp_(grad, 1 - betas[0])
     second.lerp_(grad.square(), 1 - betas[1])
-    update = first / (1 - betas[0] ** steps) / ((second / (1 - betas[1] ** steps)).sqrt() + 1e-10)
+    if first is None:
+        mean = grad
+    else:
+        first.lerp_(grad, 1 - betas[0])
+        mean = first / (1 - betas[0] ** steps)
+    update = mean / ((second / (1 - betas[1] ** steps)).sqrt() + 1e-10)
     apply_update(weight, lost_bits, update, healthy, lr, decay, cautious)

@@ -61,17 +61,25 @@ def run_shard(group, config, grads, momentum=0.9, lr=0.7):
     return [p.detach() for p in group.params]
 
 
+@pytest.mark.parametrize("betas", [(0.8, 0.95), (0.0, 0.95)])
 @pytest.mark.parametrize("cautious", [True, False])
-def test_adam_against_reference(config, cautious):
+def test_adam_against_reference(config, cautious, betas):
     torch.manual_seed(0)
     config = replace(config, cautious=cautious)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2, 2))]
     before = [p.detach().clone() for p in params]
     grads = [[torch.randn_like(p) for p in params] for _ in range(4)]
-    after = run_shard(train_gpt.Group("some", params, [0] * 3, "adam", 0.3, (0.8, 0.95), 5.0, 0.02), config, grads)
+    after = run_shard(train_gpt.Group("some", params, [0] * 3, "adam", 0.3, betas, 5.0, 0.02), config, grads)
     for i, p in enumerate(after):
-        expected = plain_adam(before[i], [step[i] for step in grads], 0.7 * 0.3, (0.8, 0.95), 0.7 * 0.02 * 5.0, cautious)
+        expected = plain_adam(before[i], [step[i] for step in grads], 0.7 * 0.3, betas, 0.7 * 0.02 * 5.0, cautious)
         torch.testing.assert_close(p, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_table_rarely_read_has_no_first_moment_and_no_lost_bits(config):
+    """Its state is weights, their gradients and mean squares, and the count of updates."""
+    table = torch.nn.Parameter(torch.randn(6, 16).bfloat16())
+    shard = train_gpt.Shard(train_gpt.Group("table", [table], [0], "adam", 0.3, (0.0, 0.95), 5.0, 0.02), config, train_gpt.World())
+    assert sum(x.nbytes for x in shard.state()) == 6 * 16 * (2 + 2 + 4) + 4
 
 
 @pytest.mark.parametrize("cautious, neuron_norm", [(True, True), (False, True), (True, False)])
@@ -170,12 +178,13 @@ def test_shards_cover_every_matrix_once(config, ranks, matrices):
 def ranks_results(shards, tmp_path_factory):
     """What 1, 2, 4 and 8 gloo ranks end with after 8 steps of the same 8 micro-batches: every kind of step, the untying too.
 
-    With queries and keys narrower than values, so that attention's matrices and the MLPs' have different shapes.
+    With queries and keys narrower than values, so that attention's matrices and the MLPs' have different shapes, and value
+    embeddings without a first moment, as the big presets have them.
     By the number of ranks, the rank, and whether the collectives overlap with the computation.
     """
     out = tmp_path_factory.mktemp("ranks")
     subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "8", "--preset", "cpu", *TINY, "--qk_dim", "16",
-                    "--ngram_rows", "512", "--data_path", str(shards)],
+                    "--ngram_rows", "512", "--value_beta1", "0.0", "--data_path", str(shards)],
                    cwd=ROOT, env=environment(), check=True, timeout=480, capture_output=True)
     return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)
             for overlap, result in torch.load(out / f"{ranks}-{rank}.pt").items()}
