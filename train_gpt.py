@@ -657,10 +657,11 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
     last, valued = len(config.layers), list(model.value_index)
     each, both = list(range(last)), [layer for layer in range(last) for _ in range(2)]
 
-    def adam(name: str, params: list, layers: list[int], lr: float, betas: tuple[float, float], decay: float = 0.0, **more) -> Group:
-        params, more = [p for p in params if p is not None and p.numel()], {"algorithm": "adam"} | more
-        return Group(name, params, layers * (len(params) // len(layers)) if layers else [], lr=lr * config.adam_lr, betas=betas,
-                     decay=decay * config.adam_decay, base_lr=config.adam_lr, **more)
+    def adam(name: str, params: list, layers: list[int], lr: float, betas: tuple[float, float], decay: float = 0.0, algorithm: str = "adam",
+             **more) -> Group:
+        params = [p for p in params if p is not None and p.numel()]
+        return Group(name, params, layers * (len(params) // len(layers)) if layers else [], algorithm, lr * config.adam_lr, betas,
+                     decay * config.adam_decay, config.adam_lr, **more)
 
     def small(name: str, params: list, lr: float, betas: tuple[float, float]) -> Group:
         return adam(name, params, [-1], lr, betas, replicated=True)
@@ -680,7 +681,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         adam("head", [model.head],                                      [last],     1.0,  (0.50, 0.95),  150.0),
         adam("embedding", [model.embedding],                            [-1],       1.0,  (0.50, 0.95),  150.0, tied_to="head"),
         adam("value tables", list(model.value_tables),    valued, config.value_lr,   (config.value_beta1, 0.99), 5.0),
-        adam("n-gram table", [model.ngram_table],         [-1],   config.ngram_lr,   (0.00, config.ngram_beta2), 5.0, algorithm="row adam"),
+        adam("n-gram table", [model.ngram_table],         [-1],   config.ngram_lr,   (0.00, config.ngram_beta2), 5.0, "row adam"),
     ]
     return [group for group in groups if group.params]
 

@@ -454,14 +454,17 @@ def test_fp8_scales_are_their_twins(rows, width, tuned):
 def test_fp8_weights(width):
     """Of different lengths, slices of rows, one of them zero or no number: `quantize`'s bits with their twin's scale, by every configuration."""
     for bad in (1.0, 0.0, float("nan")):
-        weights = random(300, width + 16)[:, :width], random(1, width) * bad, random(70, width) * 1e3
-        twins = fp8_weights_twin(weights)
+        weights = random(150, width + 16)[:, :width], random(1, width) * bad, random(70, width) * 1e3
+        firsts = fp8_weights(weights)
+        right = [quantize(weight, ours.scale) for weight, ours in zip(weights, firsts, strict=True)]
+        for ours, twin in zip(firsts, fp8_weights_twin(weights), strict=True):
+            torch.testing.assert_close(torch.stack(ours[2:]), torch.stack(twin[2:]), rtol=1e-5, atol=0, equal_nan=True)
         for tuned in WEIGHTS_CONFIGS:
-            for weight, ours, twin in zip(weights, fp8_weights(weights, tuned), twins, strict=True):
+            for ours, first, expected in zip(fp8_weights(weights, tuned), firsts, right, strict=True):
                 assert ours.scale.data_ptr() % 16 == ours.norm.data_ptr() % 16 == 0 and ours.scale != 0
-                torch.testing.assert_close(torch.stack(ours[2:]), torch.stack(twin[2:]), rtol=1e-5, atol=0, equal_nan=True)
-                for x, right in zip(ours, quantize(weight, ours.scale)):
-                    assert x.is_contiguous() and torch.equal(x.view(torch.uint8), right.view(torch.uint8))
+                assert all(x.is_contiguous() for x in ours[:2])
+                for x, same in zip(ours, (*expected, *first[2:]), strict=True):
+                    assert torch.equal(x.flatten().view(torch.uint8), same.flatten().view(torch.uint8))
     with pytest.raises(ValueError, match="x must be"):
         fp8_weights((random(4, 16), random(4, 32)))
 
