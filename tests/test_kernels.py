@@ -454,7 +454,7 @@ def test_fp8_scales_are_their_twins(rows, width, tuned):
 def test_fp8_weights(width):
     """Of different lengths, slices of rows, one of them zero or no number: `quantize`'s bits with their twin's scale, by every configuration."""
     for bad in (1.0, 0.0, float("nan")):
-        weights = random(150, width + 16)[:, :width], random(1, width) * bad, random(70, width) * 1e3
+        weights = random(300, width + 16)[:, :width], random(1, width) * bad, random(70, width) * 1e3
         firsts = fp8_weights(weights)
         right = [quantize(weight, ours.scale) for weight, ours in zip(weights, firsts, strict=True)]
         for ours, twin in zip(firsts, fp8_weights_twin(weights), strict=True):
