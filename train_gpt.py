@@ -161,8 +161,8 @@ class Config:
     aol: bool = False                   # precondition it with AOL in place of the plain normalisation
     neuron_norm: bool = True            # NorMuon's normalisation of each output neuron
     adam_lr: float = 0.008
-    value_lr: float = 80.0              # times adam_lr: of the value embeddings
-    value_beta1: float = 0.0            # of value embeddings; 0: no first moment, and no bits beyond the weight's own
+    value_lr: float = 150.0             # times adam_lr: of the value embeddings
+    value_beta1: float = 0.75           # of value embeddings; 0: no first moment, and no bits beyond the weight's own
     ngram_lr: float = 75.0              # times adam_lr: of the n-grams' table
     ngram_beta2: float = 0.99           # of that table, and
     ngram_block: int = 16               # how many neighbouring columns of a row share a mean square there
@@ -217,7 +217,7 @@ PRESETS = {
     # The same on 190 M tokens and 4 GPUs: half the batches, for which momentum is shorter, a longer table, and all of a cut document, or
     # a second epoch would begin before the end, at 0.1 of loss.
     "corpus": replace(SPEEDRUN, preset="corpus", micro_batches=4, batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
-                      steps=1150, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
+                      steps=1200, extra_steps=30, muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100,
                       ngram_rows=1_073_741_824, keep_tails=True, data_path=""),
     # GPT-2 medium's size. Its rates, batches and steps are guesses from the small model's, of which GPUs have seen the first 100 steps.
     "medium": replace(SPEEDRUN, preset="medium", target=2.92, layers=MEDIUM_LAYERS, backout_layer=8, width=1024, muon_lr=0.015,
@@ -227,7 +227,6 @@ PRESETS = {
         micro_batches=2, layers=CPU_LAYERS, backout_layer=2, width=128, head_dim=64, attention_scale=0.1,
         ngrams=(2, 4), ngram_rows=65_536, ngram_block=1, steps=120, extra_steps=10, batch_tokens=(2048, 3072, 4096),
         sequence_length=(256, 512, 512), window_block=32, windows=((1, 3), (3, 7), (5, 11)), softmax_samples=0,
-        value_lr=150.0, value_beta1=0.75,                                # each step reads every byte's row
         momentum_warmup=70, momentum_cooldown=15, val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
 }
 

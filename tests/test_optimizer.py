@@ -179,7 +179,7 @@ def ranks_results(shards, tmp_path_factory):
     """What 1, 2, 4 and 8 gloo ranks end with after 8 steps of the same 8 micro-batches: every kind of step, the untying too.
 
     With queries and keys narrower than values, so that attention's matrices and the MLPs' have different shapes, and value
-    embeddings without a first moment, as the big presets have them.
+    embeddings without a first moment.
     By the number of ranks, the rank, and whether the collectives overlap with the computation.
     """
     out = tmp_path_factory.mktemp("ranks")
