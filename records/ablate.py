@@ -4,16 +4,19 @@
 
 Prints a row for the settings given, one for each `--try` (changes on top of them) and, first and last the same, how far the machine
 drifted: the median milliseconds over steps of each stage, half of them with an update by Adam. Takes train_gpt.py's settings; --train
-takes the whole schedule with each and prints what it ends at as well, logged as any run; --check first
+takes the whole schedule with each and prints what it ends at as well, logged as any run, with `--runs 5` for five seeds, each with
+every `--try` in turn, and the difference that they show (one seed says little where a change is of rates); --check first
 takes the first steps twice eagerly and twice as graphs, from the same weights, and prints how far the losses differ: with attention's
 gradients summed in one order, and as they are trained with, in any.
 """
 import argparse
+import functools
 import gc
 import statistics
 import sys
 import time
 from dataclasses import fields, replace
+from typing import Callable, NamedTuple
 
 import torch
 
@@ -22,9 +25,18 @@ from data.loader import to_device
 from data.shards import ShardError
 from records.clock import Clock
 from records.markdown import table
+from records.schema import RecordError
 from records.settings import split_values
+from records.stats import describe, welch
 
 Pair = tuple[train_gpt.Step, train_gpt.Step]
+
+
+class Result(NamedTuple):
+    """Of a whole run."""
+    loss: float
+    seconds: float
+    stage_ms: list[float]   # median step of each stage
 
 
 def stages(schedule: train_gpt.Schedule) -> list[Pair]:
@@ -55,10 +67,11 @@ def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
     return medians
 
 
-def changes(text: str, config: train_gpt.Config) -> dict[str, object]:
+def changes(text: str, config: train_gpt.Config, train: bool) -> dict[str, object]:
     """What "capture=false,muon_lr=0.03" changes in `config`: values by name."""
     pairs = [part.partition("=") for part in split_values(text)]
-    known = {f.name for f in fields(config)} - {"preset", "layers", "batch_tokens"}     # the last: its stages are the columns
+    known = {f.name for f in fields(config)} - {"preset", "layers", "seed", "runs"}
+    known -= set() if train else {"batch_tokens"}                        # whose stages are the columns
     unknown = [name for name, _, _ in pairs if name not in known]
     if unknown:
         raise train_gpt.UserError(f"--try {text}: no setting {unknown[0]!r} to change here (train_gpt.py --help lists all)")
@@ -87,17 +100,47 @@ def sizes(config: train_gpt.Config) -> list[int]:
     return list(dict.fromkeys(step.batch_tokens for step in train_gpt.Schedule(config)))
 
 
-def timed(config: train_gpt.Config, world: train_gpt.World, steps: int) -> list[str]:
-    return [f"{ms:.1f}" for ms in measure(build(config, world), steps)]
+def time_in_turn(variants: dict[str, dict], config: train_gpt.Config, world: train_gpt.World, steps: int, say: Callable) -> str:
+    """A table: milliseconds of every variant, and of the first once more."""
+    names, rows = [*variants, *list(variants)[:len(variants) > 1]], []
+    for name in names:
+        rows.append([name, *(f"{ms:.1f}" for ms in measure(build(replace(config, **variants[name]), world), steps))])
+        say(*rows[-1])
+    return table(["ms a step", *(f"{first.batch_tokens:,}" for first, _ in stages(train_gpt.Schedule(config)))], rows)
 
 
-def trained(config: train_gpt.Config, world: train_gpt.World) -> list[str]:
-    """Of a whole run: loss, seconds, and the median milliseconds of a step in each stage."""
+def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
     free(world)
     report = train_gpt.run(config, world, time.time())
     tokens = [step.batch_tokens for step in train_gpt.Schedule(config)]
     medians = [statistics.median(ms for ms, n in zip(report.step_ms, tokens) if n == size) for size in sizes(config)]
-    return [f"{report.validation_loss:.4f}", f"{report.clock.seconds:.2f}", *(f"{ms:.1f}" for ms in medians)]
+    return Result(report.validation_loss, report.clock.seconds, medians)
+
+
+def train_in_turn(variants: dict[str, dict], config: train_gpt.Config, world: train_gpt.World, say: Callable) -> str:
+    """Every seed with every variant before the next seed, so that a drift of the machine takes no side; a table of the means."""
+    results: dict[str, list[Result]] = {name: [] for name in variants}
+    for seed in range(config.seed, config.seed + config.runs):
+        for name, changed in variants.items():
+            results[name].append(run := trained(replace(config, seed=seed, runs=1, **changed), world))
+            say(f"{name}, seed {seed}: {run.loss:.4f} in {run.seconds:.2f} s")   # each as it comes; the table at the end
+    head = ["", "n", "loss", "difference", "p", "s", "ms a step in each stage"]
+    return table(head, [result_row(name, runs, next(iter(results.values()))) for name, runs in results.items()])
+
+
+def result_row(name: str, runs: list[Result], first: list[Result]) -> list[str]:
+    """Means, the losses' standard deviation, and against the `first` row's: difference, its 95% interval and p (Welch's test)."""
+    losses, gap = describe([run.loss for run in runs]), welch([run.loss for run in first], [run.loss for run in runs])
+    spread = f" ± {losses.standard_deviation:.4f}" if len(runs) > 1 else ""
+    if runs is first:
+        difference, p = "", ""
+    elif gap.p is None:
+        difference, p = f"{gap.difference:+.4f}", "no test"
+    else:
+        difference, p = f"{gap.difference:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})", f"{gap.p:.2g}"
+    stage_ms = (statistics.mean(each) for each in zip(*(run.stage_ms for run in runs)))
+    return [name, str(len(runs)), f"{losses.mean:.4f}{spread}", difference, p, f"{statistics.mean(run.seconds for run in runs):.2f}",
+            ", ".join(f"{ms:.1f}" for ms in stage_ms)]
 
 
 def losses(trainer: train_gpt.Trainer, start: tuple, count: int) -> list[float]:
@@ -140,22 +183,16 @@ def main() -> int:
     options, settings = parser.parse_known_args()
     try:
         config = train_gpt.parse_config(settings)
-        variants = [("as given", {}), *((text, changes(text, config)) for text in options.tries)]
+        variants = {"as given": {}} | {text: changes(text, config, options.train) for text in options.tries}
         world = train_gpt.World()
-        say = print if world.rank == 0 else lambda *_: None
+        say = functools.partial(print, flush=True) if world.rank == 0 else lambda *_: None
         if options.check:
             for deterministic in (True, False):
                 say(check(config, world, options.check, deterministic))
-        rows = []
-        for name, changed in variants + variants[:1] * (len(variants) > 1 and not options.train):
-            changed = replace(config, **changed)
-            rows.append([name, *(trained(changed, world) if options.train else timed(changed, world, options.repeat))])
-            say(*rows[-1])                                               # each as it comes; the table at the end
-    except (train_gpt.UserError, train_gpt.Diverged, train_gpt.LogError, ShardError) as error:
+        say(train_in_turn(variants, config, world, say) if options.train else time_in_turn(variants, config, world, options.repeat, say))
+    except (train_gpt.UserError, train_gpt.Diverged, train_gpt.LogError, ShardError, RecordError) as error:
         print(f"records.ablate: {error}", file=sys.stderr)
         return 2
-    columns = sizes(config) if options.train else [first.batch_tokens for first, _ in stages(train_gpt.Schedule(config))]
-    say(table([*(["", "loss", "s"] if options.train else ["ms a step"]), *(f"{size:,}" for size in columns)], rows))
     world.close()
     return 0
 

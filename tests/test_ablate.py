@@ -22,13 +22,36 @@ def test_each_stage_is_timed_with_and_without_adam(config):
 
 
 def test_settings_to_try(config):
-    assert ablate.changes("smear=false,muon_lr=0.5", config) == {"smear": False, "muon_lr": 0.5}
-    assert ablate.changes("final_windows=(3,7),smear=false", config) == {"final_windows": (3, 7), "smear": False}
-    for wrong in ("smaer=false", "heads=3", "batch_tokens=(1024,)"):
+    assert ablate.changes("smear=false,muon_lr=0.5", config, train=False) == {"smear": False, "muon_lr": 0.5}
+    assert ablate.changes("final_windows=(3,7),smear=false", config, train=False) == {"final_windows": (3, 7), "smear": False}
+    assert ablate.changes("batch_tokens=(256,256,512)", config, train=True) == {"batch_tokens": (256, 256, 512)}
+    for wrong, train in (("smaer=false", True), ("heads=3", True), ("seed=1", True), ("batch_tokens=(1024,)", False)):
         with pytest.raises(train_gpt.UserError, match=f"no setting '{wrong.split('=')[0]}' to change here"):
-            ablate.changes(wrong, config)
+            ablate.changes(wrong, config, train)
     with pytest.raises(train_gpt.UserError, match="choose auto"):
-        ablate.changes("attention=fast", config)
+        ablate.changes("attention=fast", config, train=False)
+
+
+def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monkeypatch):
+    seen = []
+    losses = {True: {3: 3.28, 4: 3.29}, False: {3: 3.30, 4: 3.31}}
+
+    def trained(config, _):
+        seen.append((config.seed, config.smear))
+        return ablate.Result(losses[config.smear][config.seed], 2.0 + config.seed, [1.0, 2.0 + config.smear])
+
+    monkeypatch.setattr(ablate, "trained", trained)
+    said, variants = [], {"as given": {}, "smear=false": {"smear": False}, "again": {}}
+    text = ablate.train_in_turn(variants, replace(config, seed=3, runs=2), None, said.append)
+    assert seen == [(seed, smear) for seed in (3, 4) for smear in (True, False, True)] and len(said) == 6
+    assert said[1] == "smear=false, seed 3: 3.3000 in 5.00 s"
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    # Welch's test of 2 a side, each of a standard error of 0.005: a difference of 0.02 by t of 2 degrees of freedom, 4.303 of which make 95%
+    assert rows[2] == ["as given", "2", "3.2850 ± 0.0071", "", "", "5.50", "1.0, 3.0"]
+    assert rows[3] == ["smear=false", "2", "3.3050 ± 0.0071", "+0.0200 (-0.0104 to +0.0504)", "0.11", "5.50", "1.0, 2.0"]
+    assert rows[4][3:5] == ["+0.0000 (-0.0304 to +0.0304)", "1"]
+    single = ablate.train_in_turn(variants, replace(config, seed=3), None, said.append).splitlines()
+    assert [cell.strip() for cell in single[3].split("|")[1:6]] == ["smear=false", "1", "3.3000", "+0.0200", "no test"]
 
 
 def test_a_check_tells_equal_losses_from_others(config, monkeypatch):
@@ -51,8 +74,9 @@ def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch,
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--train", "--write_log", "false"])
     assert ablate.main() == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [row[0] for row in rows[2:]] == ["as given", "smear=false"] and rows[0][1:] == ["loss", "s", "256", "512", "768"]
-    assert rows[2][1] != rows[3][1] and all(float(cell) > 0 for row in rows[2:] for cell in row[1:])
+    assert [row[0] for row in rows[2:]] == ["as given", "smear=false"] and rows[0][2] == "loss"
+    assert float(rows[3][2]) - float(rows[2][2]) == pytest.approx(float(rows[3][3]), abs=2e-4) and float(rows[3][3]) != 0
+    assert all(float(ms) > 0 for row in rows[2:] for ms in row[6].split(", ")) and rows[2][6].count(",") == 2
     monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--try", "nothing=1"])
     assert ablate.main() == 2 and "no setting 'nothing'" in capsys.readouterr().err
 
