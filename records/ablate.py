@@ -15,7 +15,7 @@ import gc
 import statistics
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Callable, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ import train_gpt
 from data.loader import to_device
 from data.shards import ShardError
 from records.clock import Clock
+from records.compare import difference_text
 from records.markdown import table
 from records.schema import RecordError
 from records.settings import split_values
@@ -36,7 +37,7 @@ class Result(NamedTuple):
     """Of a whole run."""
     loss: float
     seconds: float
-    stage_ms: list[float]   # median step of each stage
+    stage_ms: list[float]   # median step of each batch size, in the run's order
 
 
 def stages(schedule: train_gpt.Schedule) -> list[Pair]:
@@ -95,11 +96,6 @@ def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer
     return trainer
 
 
-def sizes(config: train_gpt.Config) -> list[int]:
-    """Tokens a step in each stage."""
-    return list(dict.fromkeys(step.batch_tokens for step in train_gpt.Schedule(config)))
-
-
 def time_in_turn(variants: dict[str, dict], config: train_gpt.Config, world: train_gpt.World, steps: int, say: Callable) -> str:
     """A table: milliseconds of every variant, and of the first once more."""
     names, rows = [*variants, *list(variants)[:len(variants) > 1]], []
@@ -112,9 +108,10 @@ def time_in_turn(variants: dict[str, dict], config: train_gpt.Config, world: tra
 def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
     free(world)
     report = train_gpt.run(config, world, time.time())
-    tokens = [step.batch_tokens for step in train_gpt.Schedule(config)]
-    medians = [statistics.median(ms for ms, n in zip(report.step_ms, tokens) if n == size) for size in sizes(config)]
-    return Result(report.validation_loss, report.clock.seconds, medians)
+    by_size: dict[int, list[float]] = {}
+    for step, ms in zip(train_gpt.Schedule(config), report.step_ms):
+        by_size.setdefault(step.batch_tokens, []).append(ms)
+    return Result(report.validation_loss, report.clock.seconds, [statistics.median(each) for each in by_size.values()])
 
 
 def train_in_turn(variants: dict[str, dict], config: train_gpt.Config, world: train_gpt.World, say: Callable) -> str:
@@ -124,23 +121,19 @@ def train_in_turn(variants: dict[str, dict], config: train_gpt.Config, world: tr
         for name, changed in variants.items():
             results[name].append(run := trained(replace(config, seed=seed, runs=1, **changed), world))
             say(f"{name}, seed {seed}: {run.loss:.4f} in {run.seconds:.2f} s")   # each as it comes; the table at the end
-    head = ["", "n", "loss", "difference", "p", "s", "ms a step in each stage"]
-    return table(head, [result_row(name, runs, next(iter(results.values()))) for name, runs in results.items()])
+    head = ["", "n", "loss", "s", "ms a step in each stage", "loss against the first row, by Welch's test"]
+    first = [run.loss for run in results["as given"]]
+    return table(head, [result_row(name, runs, first) for name, runs in results.items()], words={0, 5})
 
 
-def result_row(name: str, runs: list[Result], first: list[Result]) -> list[str]:
-    """Means, the losses' standard deviation, and against the `first` row's: difference, its 95% interval and p (Welch's test)."""
-    losses, gap = describe([run.loss for run in runs]), welch([run.loss for run in first], [run.loss for run in runs])
-    spread = f" ± {losses.standard_deviation:.4f}" if len(runs) > 1 else ""
-    if runs is first:
-        difference, p = "", ""
-    elif gap.p is None:
-        difference, p = f"{gap.difference:+.4f}", "no test"
-    else:
-        difference, p = f"{gap.difference:+.4f} ({gap.low:+.4f} to {gap.high:+.4f})", f"{gap.p:.2g}"
+def result_row(name: str, runs: list[Result], first: list[float]) -> list[str]:
+    """Means over seeds, the losses' standard deviation, and what they show against the losses of the `first` row."""
+    losses = [run.loss for run in runs]
+    sample, difference = describe(losses), difference_text(asdict(welch(first, losses)), 4, "nats/token")
+    spread = f" ± {sample.standard_deviation:.4f}" if sample.n > 1 else ""
     stage_ms = (statistics.mean(each) for each in zip(*(run.stage_ms for run in runs)))
-    return [name, str(len(runs)), f"{losses.mean:.4f}{spread}", difference, p, f"{statistics.mean(run.seconds for run in runs):.2f}",
-            ", ".join(f"{ms:.1f}" for ms in stage_ms)]
+    return [name, str(sample.n), f"{sample.mean:.4f}{spread}", f"{statistics.mean(run.seconds for run in runs):.2f}",
+            ", ".join(f"{ms:.1f}" for ms in stage_ms), "" if name == "as given" else difference]
 
 
 def losses(trainer: train_gpt.Trainer, start: tuple, count: int) -> list[float]:

@@ -47,11 +47,12 @@ def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monk
     assert said[1] == "smear=false, seed 3: 3.3000 in 5.00 s"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     # Welch's test of 2 a side, each of a standard error of 0.005: a difference of 0.02 by t of 2 degrees of freedom, 4.303 of which make 95%
-    assert rows[2] == ["as given", "2", "3.2850 ± 0.0071", "", "", "5.50", "1.0, 3.0"]
-    assert rows[3] == ["smear=false", "2", "3.3050 ± 0.0071", "+0.0200 (-0.0104 to +0.0504)", "0.11", "5.50", "1.0, 2.0"]
-    assert rows[4][3:5] == ["+0.0000 (-0.0304 to +0.0304)", "1"]
-    single = ablate.train_in_turn(variants, replace(config, seed=3), None, said.append).splitlines()
-    assert [cell.strip() for cell in single[3].split("|")[1:6]] == ["smear=false", "1", "3.3000", "+0.0200", "no test"]
+    assert rows[2] == ["as given", "2", "3.2850 ± 0.0071", "5.50", "1.0, 3.0", ""]
+    assert rows[3][:5] == ["smear=false", "2", "3.3050 ± 0.0071", "5.50", "1.0, 2.0"]
+    assert rows[3][5].startswith("+0.0200 nats/token (95%: -0.0104 to +0.0504), p = 0.11;")
+    assert rows[4][5].startswith("+0.0000 nats/token (95%: -0.0304 to +0.0304), p = 1;")
+    single = ablate.train_in_turn(variants, replace(config, seed=3), None, said.append).splitlines()[3].split("|")
+    assert [cell.strip() for cell in single[1:4]] == ["smear=false", "1", "3.3000"] and "+0.0200 nats/token; no test" in single[6]
 
 
 def test_a_check_tells_equal_losses_from_others(config, monkeypatch):
@@ -75,8 +76,9 @@ def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch,
     assert ablate.main() == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert [row[0] for row in rows[2:]] == ["as given", "smear=false"] and rows[0][2] == "loss"
-    assert float(rows[3][2]) - float(rows[2][2]) == pytest.approx(float(rows[3][3]), abs=2e-4) and float(rows[3][3]) != 0
-    assert all(float(ms) > 0 for row in rows[2:] for ms in row[6].split(", ")) and rows[2][6].count(",") == 2
+    difference = float(rows[3][5].split()[0])
+    assert float(rows[3][2]) - float(rows[2][2]) == pytest.approx(difference, abs=2e-4) and difference != 0
+    assert all(float(ms) > 0 for row in rows[2:] for ms in row[4].split(", ")) and rows[2][4].count(",") == 2
     monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--try", "nothing=1"])
     assert ablate.main() == 2 and "no setting 'nothing'" in capsys.readouterr().err
 

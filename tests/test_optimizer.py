@@ -176,14 +176,14 @@ def test_shards_cover_every_matrix_once(config, ranks, matrices):
 
 @pytest.fixture(scope="module")
 def ranks_results(shards, tmp_path_factory):
-    """What 1, 2, 4 and 8 gloo ranks end with after 8 steps of the same 8 micro-batches: every kind of step, the untying too.
+    """What 1, 2, 4 and 8 gloo ranks hold after each of 20 steps of the same 8 micro-batches: every kind of step, the untying too.
 
     With queries and keys narrower than values, so that attention's matrices and the MLPs' have different shapes, and value
     embeddings without a first moment.
     By the number of ranks, the rank, and whether the collectives overlap with the computation.
     """
     out = tmp_path_factory.mktemp("ranks")
-    subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "8", "--preset", "cpu", *TINY, "--qk_dim", "16",
+    subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "20", "--preset", "cpu", *TINY, "--steps", "18", "--epochs", "9", "--qk_dim", "16",
                     "--ngram_rows", "512", "--value_beta1", "0.0", "--data_path", str(shards)],
                    cwd=ROOT, env=environment(), check=True, timeout=480, capture_output=True)
     return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)
