@@ -183,8 +183,8 @@ def ranks_results(shards, tmp_path_factory):
     By the number of ranks, the rank, and whether the collectives overlap with the computation.
     """
     out = tmp_path_factory.mktemp("ranks")
-    subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "20", "--preset", "cpu", *TINY, "--steps", "18", "--epochs", "9", "--qk_dim", "16",
-                    "--ngram_rows", "512", "--value_beta1", "0.0", "--data_path", str(shards)],
+    subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "20", "--preset", "cpu", *TINY, "--steps", "18", "--epochs", "9",
+                    "--qk_dim", "16", "--ngram_rows", "512", "--value_beta1", "0.0", "--data_path", str(shards)],
                    cwd=ROOT, env=environment(), check=True, timeout=480, capture_output=True)
     return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)
             for overlap, result in torch.load(out / f"{ranks}-{rank}.pt").items()}
