@@ -31,29 +31,39 @@ from torch import Tensor, nn
 from data import embedded
 from data.loader import Batch, Loader, to_device, validation_batches
 from data.shards import ShardError
-from kernels.adam import adam_update
-from kernels.attention import ATTENTION, choose_attention
-from kernels.backend import beside, gradient, side_stream
-from kernels.coefficients import lower_end, polar_express
-from kernels.collectives import Collectives, PeerCopies, Work, can_copy, wait
-from kernels.column_exchange import ColumnExchange, whole_rows
-from kernels.embedding import Sorted, embedding, embedding_twin, sort_beside
-from kernels.fp8_linear import has_fp8
-from kernels.fp8_qkv import QKVWeight, fp8_qkv_heads, qkv_weight
-from kernels.fp8_weights import fp8_weights
-from kernels.head_loss import among_columns, head_loss, head_loss_twin
-from kernels.linear import scaled_linear
-from kernels.mlp import MLPWeights, has_mlp, mlp, mlp_twin, mlp_weights
-from kernels.newton_schulz import newton_schulz, newton_schulz_reference
-from kernels.normuon import nesterov_momentum, neuron_update
-from kernels.qkv import qkv_heads, qkv_heads_twin
-from kernels.residual import Addends, add_up, mlp_input, mlp_input_twin, norm, norm_fork, norm_fork_twin
-from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8
-from kernels.rotary import rotary_tables
-from kernels.row_adam import row_adam, row_adam_twin
-from kernels.row_gradients import RowGradients, no_gradients
-from kernels.shared_rows import Term, share, share_twin
-from kernels.smear import previous, smear, smear_twin
+from kernels.attention.flash import ATTENTION, choose_attention
+from kernels.attention.fp8_qkv import QKVWeight, fp8_qkv_heads, qkv_weight
+from kernels.attention.output import scaled_linear
+from kernels.attention.qkv import qkv_heads, qkv_heads_reference
+from kernels.attention.rotary import rotary_tables
+from kernels.embedding.rows import Sorted, embedding, embedding_reference, sort_beside
+from kernels.embedding.smear import smear, smear_reference
+from kernels.fp8.formats import has_fp8
+from kernels.fp8.weights import fp8_weights
+from kernels.gradients import gradient
+from kernels.loss.head_loss import among_candidates, head_loss, head_loss_reference
+from kernels.mlp.fp8_mlp import MLPWeights, has_mlp, mlp, mlp_reference, mlp_weights
+from kernels.mlp.residual import (
+    Summands,
+    add_up,
+    mlp_input,
+    mlp_input_reference,
+    norm,
+    norm_fork,
+    norm_fork_reference,
+)
+from kernels.mlp.residual_fp8 import mlp_input_fp8, norm_fork_fp8
+from kernels.ngrams.exchange import ColumnExchange, whole_rows
+from kernels.ngrams.row_gradients import RowGradients, no_gradients
+from kernels.ngrams.shared_gradient import Term, share, share_reference
+from kernels.optimizer.adam import adam_update
+from kernels.optimizer.coefficients import lower_end, polar_express
+from kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_reference
+from kernels.optimizer.normuon import nesterov_momentum, neuron_update
+from kernels.optimizer.row_adam import row_adam, row_adam_reference
+from kernels.ranks.collectives import Collectives, PeerCopies, Work, can_copy, wait
+from kernels.sequence import previous
+from kernels.streams import beside, side_stream
 from records.clock import Clock
 from records.machine import device_name, machine_facts
 from records.progress import Diverged, Report, summarise
@@ -360,20 +370,20 @@ class World:
         except RuntimeError as error:
             raise UserError(f"the GPUs cannot share memory ({str(error).splitlines()[0]}); use --peer_copies false") from None
 
-    def of_all_ranks(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's x (n, ...) in rank order, (size * n, ...)."""
         whole = x.new_empty(self.size * len(x), *x.shape[1:]) if self.size > 1 else x
         wait(Collectives(self.size).all_gather(whole, x))
         return whole
 
-    def of_rank_0(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor) -> Tensor:
         """What x is on rank 0."""
         x = x.clone()
         if self.size > 1:
             dist.broadcast(x, 0)
         return x
 
-    def wait_for_all(self) -> None:
+    def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
 
@@ -401,19 +411,19 @@ def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], coun
     return torch.stack([found[length - 1] % count for length in lengths], 1).flatten().int()
 
 
-def head_input(last: Addends, early: Addends | None, backout: Tensor) -> Tensor:
+def head_input(last: Summands, early: Summands | None, backout: Tensor) -> Tensor:
     """What the head sees (n, width): the normed residual, less a share of an earlier layer's output."""
     return norm(add_up(last) if early is None else add_up(last) - backout * add_up(early))
 
 
 KERNELS = {                                                 # setting: Triton kernels by their plain twins
-    "fused_loss": {head_loss_twin: head_loss},
-    "fused_mlp": {mlp_twin: mlp},
-    "fused_residual": {mlp_input_twin: mlp_input, norm_fork_twin: norm_fork},
-    "fused_qkv": {qkv_heads_twin: qkv_heads},
-    "fused_embedding": {embedding_twin: embedding, smear_twin: smear},
+    "fused_loss": {head_loss_reference: head_loss},
+    "fused_mlp": {mlp_reference: mlp},
+    "fused_residual": {mlp_input_reference: mlp_input, norm_fork_reference: norm_fork},
+    "fused_qkv": {qkv_heads_reference: qkv_heads},
+    "fused_embedding": {embedding_reference: embedding, smear_reference: smear},
     "fused_orthogonalisation": {newton_schulz_reference: newton_schulz},
-    "fused_row_update": {row_adam_twin: row_adam},
+    "fused_row_update": {row_adam_reference: row_adam},
 }
 
 
@@ -469,14 +479,14 @@ class GPT(nn.Module):
         self.smear_gate = small(config.gate_channels) if config.smear else None
         self.value_gates = small(len(valued), heads, config.gate_channels)
         self.initialise()
-        self.part = compiled(config, device, smear_twin, ngram_index, embedding_twin, norm_fork_twin, qkv_heads_twin,
-                             mlp_input_twin, mlp_twin, head_input, head_loss_twin)
-        self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_twin] is mlp       # the twins' FP8 is there to compare with
-        self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_twin] is qkv_heads
+        self.part = compiled(config, device, smear_reference, ngram_index, embedding_reference, norm_fork_reference, qkv_heads_reference,
+                             mlp_input_reference, mlp_reference, head_input, head_loss_reference)
+        self.fp8_mlp = self.fp8 and config.fp8_mlp and self.part[mlp_reference] is mlp       # the twins' FP8 is there to compare with
+        self.fp8_attention = self.fp8 and config.fp8_attention and self.part[qkv_heads_reference] is qkv_heads
         if config.fused_residual and self.fp8_attention:                 # what FP8 products alone read is normed straight into FP8
-            self.part[norm_fork_twin] = norm_fork_fp8
+            self.part[norm_fork_reference] = norm_fork_fp8
         if config.fused_residual and self.fp8_mlp and config.fp8_weight_grads:
-            self.part[mlp_input_twin] = mlp_input_fp8
+            self.part[mlp_input_reference] = mlp_input_fp8
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -507,7 +517,7 @@ class GPT(nn.Module):
             columns = weights.pop("ngram_table")
             table = columns.new_empty(len(columns) * (self.world.rank == 0), self.config.head_dim, device="cpu")
             for i in range(0, len(columns), part):
-                rows = whole_rows(self.world.of_all_ranks(columns[i:i + part]), self.world.size)
+                rows = whole_rows(self.world.all_gather(columns[i:i + part]), self.world.size)
                 table[i:i + part].copy_(rows[:len(table)])
             weights |= {"ngram_table": table} if len(table) else {}
         return weights
@@ -541,13 +551,13 @@ class GPT(nn.Module):
         if self.fp8_attention:
             return fp8_qkv_heads(x, weight, scale, *positions, value_row, value_gate, *form, into, quantized)
         qkv, columns = scaled_linear(x, weight, scale, 0 if value_row is None else config.gate_channels // 2, into)
-        return run[qkv_heads_twin](qkv, *positions, None if value_row is None else columns, value_row, value_gate, *form)
+        return run[qkv_heads_reference](qkv, *positions, None if value_row is None else columns, value_row, value_gate, *form)
 
     def received(self, exchange: ColumnExchange) -> list[Term | None]:
         """What each layer adds to its first heads' values. It travels until the first layer asks for it; so may its gradient."""
         if not self.ngrams:
             return [None] * len(self.config.layers)
-        with_heads = share if self.fp8_attention or self.part[qkv_heads_twin] is qkv_heads else share_twin
+        with_heads = share if self.fp8_attention or self.part[qkv_heads_reference] is qkv_heads else share_reference
         return with_heads(exchange.receive().unflatten(0, (-1, len(self.ngrams))), self.ngram_scalars)
 
     def forward(self, batch: Batch, step: "Step", reached: Callable[[int, Tensor | None], None] = lambda *_: None,
@@ -561,51 +571,51 @@ class GPT(nn.Module):
         """
         config, run, n, in_fp8 = self.config, self.part, len(batch.tokens), {} if in_fp8 is None else in_fp8
         is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
-        is_start = is_start.index_fill_(0, batch.boundaries.long(), True)[:n]
+        is_start = is_start.index_fill_(0, batch.cu_seqlens.long(), True)[:n]
         cos, sin, attention_scale = self.rotary[step.windows[1] * config.window_block]
         positions = cos[:n], sin[:n], is_start
         smear_share, backout = self.scalars.unbind()
         scales, residuals, value_gates = (x.unbind() for x in (self.attention_scalars, self.residual_scalars, self.value_gates))
 
-        sort = sort_beside if run[embedding_twin] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
+        sort = sort_beside if run[embedding_reference] is embedding and torch.is_grad_enabled() else Sorted      # or nothing reads the order
         by_token = sort(batch.tokens)                                    # for the gradients of all tables of tokens
         if self.ngrams:                                                  # each rank looks its columns up for the tokens of all
-            index = self.world.of_all_ranks(run[ngram_index](batch.tokens, is_start, self.ngrams, len(self.ngram_table)))
+            index = self.world.all_gather(run[ngram_index](batch.tokens, is_start, self.ngrams, len(self.ngram_table)))
         reached(-2, None)
         exchange = ColumnExchange(self.world.collectives)
         if self.ngrams:
-            exchange.send(run[embedding_twin](self.ngram_table, sort(index)))
+            exchange.send(run[embedding_reference](self.ngram_table, sort(index)))
         reached(-1, None)
-        rows = run[embedding_twin](self.head if step.tied else self.embedding, by_token)
-        streams = [(run[smear_twin](rows, is_start, self.smear_gate, smear_share),)]    # stream i's sum enters layer i, the last the head
+        rows = run[embedding_reference](self.head if step.tied else self.embedding, by_token)
+        streams = [(run[smear_reference](rows, is_start, self.smear_gate, smear_share),)]    # stream i's sum enters layer i, the last the head
         sources, normed = [layer.attends_to + 1 if config.late_input and layer.attends_to is not None else i
                            for i, layer in enumerate(config.layers)], {}                   # the stream whose norm a layer's attention reads
         for i, (layer, source) in enumerate(zip(config.layers, sources)):
-            reached(i, streams[-1][-1])                                  # the last addend: the MLP before goes on from its gradient
+            reached(i, streams[-1][-1])                                  # the last summand: the MLP before goes on from its gradient
             if source not in normed:
-                *normed[source], total = run[norm_fork_twin](streams[source], sources.count(source))
+                *normed[source], total = run[norm_fork_reference](streams[source], sources.count(source))
                 streams[source] = (total,)                               # summed now
             v, (scale_qkv, scale_out) = self.value_index.get(i), scales[i].unbind()
             if i not in in_fp8:
                 in_fp8[i] = self.fp8_weights(i, scale_qkv)
             if i == 0:
                 terms = self.received(exchange)
-            value = (None, None) if v is None else (run[embedding_twin](self.value_tables[v], by_token), value_gates[v])
+            value = (None, None) if v is None else (run[embedding_reference](self.value_tables[v], by_token), value_gates[v])
             q, k, values = self.heads(layer, normed[source].pop(), self.bank[i], scale_qkv, positions, *value, terms[i], in_fp8[i][0])
-            y = self.attend(q, k, values, batch.boundaries, batch.max_length, step.windows[layer.long_window] * config.window_block,
+            y = self.attend(q, k, values, batch.cu_seqlens, batch.max_length, step.windows[layer.long_window] * config.window_block,
                             attention_scale)
             weight_out, into = (matrix[-config.width:] for matrix in (self.bank[i], gradient(self.bank[i])))
             update, _ = scaled_linear(y.flatten(1), weight_out, scale_out, 0, into)
-            entering = run[mlp_input_twin]((*streams[-1], update), residuals[i])         # the first of two is written over in bf16
+            entering = run[mlp_input_reference]((*streams[-1], update), residuals[i])         # the first of two is written over in bf16
             into = tuple(map(gradient, self.mlp_weights(i))) if fresh and self.fp8_mlp else None
-            streams.append(run[mlp_twin](*entering, *self.mlp_weights(i), self.fp8_mlp, config.fp8_weight_grads, in_fp8[i][1], into))
+            streams.append(run[mlp_reference](*entering, *self.mlp_weights(i), self.fp8_mlp, config.fp8_weight_grads, in_fp8[i][1], into))
         x = run[head_input](streams[-1], streams[config.backout_layer + 1] if config.backout else None, backout)
         reached(len(config.layers), x)
-        head, targets, column_weights = self.head, batch.targets, None
+        head, targets, candidate_weights = self.head, batch.targets, None
         if columns := len(batch.columns):                                # sampled softmax: the rows of these tokens alone
-            head = run[embedding_twin](head, Sorted(batch.columns, batch.columns, torch.arange(columns, device=self.device)))
-            targets, column_weights = among_columns(targets, batch.columns, len(self.head))
-        return run[head_loss_twin](x, head, targets, is_start, self.loss_weights[:len(step.multi_token)], self.fp8, column_weights)
+            head = run[embedding_reference](head, Sorted(batch.columns, batch.columns, torch.arange(columns, device=self.device)))
+            targets, candidate_weights = among_candidates(targets, batch.columns, len(self.head))
+        return run[head_loss_reference](x, head, targets, is_start, self.loss_weights[:len(step.multi_token)], self.fp8, candidate_weights)
 
     def flops_per_token(self, step: "Step", columns: int | None = None) -> float:
         """Of forward and backward: 6 a weight in a product, and attention over the windows that a token really sees.
@@ -725,7 +735,7 @@ class Shard:
                 self.weight[own] = self.weights[whole].chunk(ranks)[world.rank]
             self.grad = torch.zeros_like(self.weight)
         exact = dtype == torch.bfloat16 and not group.rarely_read
-        self.lost_bits = torch.zeros_like(self.weight, dtype=torch.int16) if exact else None
+        self.mantissa_bits = torch.zeros_like(self.weight, dtype=torch.int16) if exact else None
         self.momentum = None if group.rarely_read else torch.zeros_like(self.weight, dtype=torch.float32)
         self.second = torch.zeros_like(self.weight[..., :1] if muon else self.weight, dtype=torch.float32)
         self.steps = torch.zeros((), device=device)
@@ -736,24 +746,24 @@ class Shard:
             self.normalisation = "aol" if config.aol else "frobenius"
             self.triples = polar_express(config.polar_steps, lower_end(self.normalisation, config.polar_steps))
 
-    def update(self, part: dict[Callable, Callable], healthy: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
+    def update(self, part: dict[Callable, Callable], finite: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
         """Update this rank's part from its summed gradient; all gradients become zero. `lr` multiplies the group's rate (0-dim)."""
         group, config = self.group, self.config
-        own, decay = (self.weight, self.lost_bits, self.grad), lr * (group.base_lr * group.decay)
+        own, decay = (self.weight, self.mantissa_bits, self.grad), lr * (group.base_lr * group.decay)
         if group.algorithm == "adam":
-            part[adam_update](*own, self.momentum, self.second, self.steps, healthy, lr * group.lr, decay, group.betas, config.cautious)
+            part[adam_update](*own, self.momentum, self.second, self.steps, finite, lr * group.lr, decay, group.betas, config.cautious)
         else:
-            weight, lost_bits, grad, momentum = (x if x is None else x.view(self.shape) for x in (*own, self.momentum))
-            direction = part[nesterov_momentum](grad, momentum, momentum_beta, healthy)
+            weight, mantissa_bits, grad, momentum = (x if x is None else x.view(self.shape) for x in (*own, self.momentum))
+            direction = part[nesterov_momentum](grad, momentum, momentum_beta, finite)
             direction = part[newton_schulz_reference](direction, self.triples, self.normalisation)
-            part[neuron_update](weight, lost_bits, direction, self.second.view(-1, self.shape[1], 1), healthy,
+            part[neuron_update](weight, mantissa_bits, direction, self.second.view(-1, self.shape[1], 1), finite,
                                 lr * group.lr * self.matrix_lr, decay, group.betas[1], config.neuron_norm, config.cautious)
         self.grads.zero_()
 
     def state(self) -> list[Tensor]:
         """All that a step changes."""
         own = [self.weight] if self.weight is not self.weights else []
-        rest = (self.grads, self.lost_bits, self.momentum, self.second, self.steps)
+        rest = (self.grads, self.mantissa_bits, self.momentum, self.second, self.steps)
         return [x for x in (self.weights, *own, *rest) if x is not None]
 
 
@@ -776,10 +786,10 @@ class TableShard:
     def gradients(self) -> Tensor | RowGradients:
         return getattr(self.table, "row_gradients", self.table.grad)
 
-    def update(self, part: dict[Callable, Callable], healthy: Tensor, lr: Tensor, _: Tensor) -> None:
+    def update(self, part: dict[Callable, Callable], finite: Tensor, lr: Tensor, _: Tensor) -> None:
         """As `Shard.update`."""
         group = self.group
-        part[row_adam_twin](self.table, self.gradients, self.second, self.last, self.steps, healthy, lr * group.lr,
+        part[row_adam_reference](self.table, self.gradients, self.second, self.last, self.steps, finite, lr * group.lr,
                             lr * (group.base_lr * group.decay), group.betas[1], self.config.cautious)
 
     def state(self) -> list[Tensor]:
@@ -808,11 +818,11 @@ class Optimizer:
     """
 
     def __init__(self, model: GPT, config: Config, world: World):
-        self.part = compiled(config, world.device, nesterov_momentum, newton_schulz_reference, neuron_update, adam_update, row_adam_twin)
+        self.part = compiled(config, world.device, nesterov_momentum, newton_schulz_reference, neuron_update, adam_update, row_adam_reference)
         self.world, groups = world, parameter_groups(model, config)
         sizes = [sum(length for _, length in group.rounds(1)) if group.replicated else 0 for group in groups]
         self.replicated_grads = torch.zeros(sum(sizes), device=world.device)     # of all such groups: one collective takes them
-        by_row = self.part[row_adam_twin] is row_adam
+        by_row = self.part[row_adam_reference] is row_adam
         self.shards = {group.name: TableShard(group, config, by_row) if group.algorithm == "row adam" else
                        Shard(group, config, world, grads if group.replicated else None)
                        for group, grads in zip(groups, self.replicated_grads.split(sizes))}
@@ -821,7 +831,7 @@ class Optimizer:
         self.judging = side_stream("judging") if apart else None         # on which the loss arrives
         self.tied = True                                                 # until `untie`
         self.lr, self.momentum_beta = torch.zeros((), device=world.device), torch.zeros((), device=world.device)
-        self.healthy = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on
+        self.finite = torch.ones((), dtype=torch.bool, device=world.device)   # false from the first non-finite loss on
         self.due: deque[tuple[int, Shard, Round]] = deque()              # sums to start, the last layer's first
         self.sums: dict[str, list[Work]] = {}                            # under way, by group
         self.to_gather: deque[tuple[int, Shard, Round]] = deque()        # gathers to start, the first layer's first
@@ -869,7 +879,7 @@ class Optimizer:
         for name, shard in self.shards.items():
             if isinstance(shard, TableShard):
                 continue
-            first = self.world.of_rank_0(shard.weights)
+            first = self.world.broadcast(shard.weights)
             if differ := int((first.view(torch.uint8) != shard.weights.view(torch.uint8)).sum()):
                 raise UserError(f"rank {self.world.rank}: {differ} bytes of the weights of group {name!r} differ from rank 0's")
 
@@ -882,9 +892,9 @@ class Optimizer:
             self.sums[shard.group.name] = [*works, self.world.collectives.reduce_scatter(shard.grad[round.own], shard.grads[round.whole])]
 
     @torch.no_grad()
-    def judge(self, loss: Tensor) -> None:
+    def check_finite(self, loss: Tensor) -> None:
         """From a `loss` on (0-dim, the same on all ranks) that is not finite nothing is updated."""
-        self.healthy &= loss.isfinite()
+        self.finite &= loss.isfinite()
 
     @torch.no_grad()
     def step(self, step: "Step") -> None:
@@ -899,7 +909,7 @@ class Optimizer:
             with beside(self.streams.get(name), behind=self.judging if summed else None):
                 for work in works:
                     wait(work)
-                self.shards[name].update(self.part, self.healthy, self.lr, self.momentum_beta)
+                self.shards[name].update(self.part, self.finite, self.lr, self.momentum_beta)
         for stream in (self.judging, *map(self.streams.get, self.sums)) if self.streams else ():
             torch.cuda.current_stream().wait_stream(stream)
         self.sums = {}
@@ -913,7 +923,7 @@ class Optimizer:
         self.tied = False
 
     def state(self) -> list[Tensor]:
-        return [self.healthy, *(x for shard in self.shards.values() for x in shard.state())]
+        return [self.finite, *(x for shard in self.shards.values() for x in shard.state())]
 
     def snapshot(self) -> tuple[bool, list[Tensor | None]]:
         """All that a step changes, weights included; None for what is all zero, as most of it is before the first step."""
@@ -1011,7 +1021,7 @@ class Trainer:
         self.schedule = Schedule(config)
         if config.preset == "cpu" and config.data_path == PRESETS["cpu"].data_path and world.rank == 0:
             embedded.build()
-        world.wait_for_all()                                             # the others read what rank 0 has built
+        world.barrier()                                             # the others read what rank 0 has built
         self.loader = Loader(config, self.schedule, world)
         self.validation = validation_batches(config, world.size)
         self.model = GPT(config, world)
@@ -1057,7 +1067,7 @@ class Trainer:
                 with beside(optimizer.judging):
                     wait(self.world.collectives.all_reduce(total))
                     self.loss.copy_(total / step.batch_tokens)
-                    optimizer.judge(self.loss)
+                    optimizer.check_finite(self.loss)
             loss.backward()
         optimizer.step(step)
 
@@ -1093,7 +1103,7 @@ class Trainer:
             for steps_done in self.validation_points():
                 self.model(to_device(self.validation[0], self.world.device), self.schedule.validation(steps_done))
         self.optimizer.restore(snapshot)
-        self.world.wait_for_all()                                        # start-up takes as long as the slowest rank's
+        self.world.barrier()                                        # start-up takes as long as the slowest rank's
 
     def validation_points(self) -> list[int]:
         """Steps done when the model is scored."""
@@ -1108,7 +1118,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> Report:
     points = set(trainer.validation_points())
     batches = trainer.loader.prefetch(range(len(trainer.schedule)))
     try:
-        with clock.running(trainer.world.wait_for_all):
+        with clock.running(trainer.world.barrier):
             for step in trainer.schedule:
                 report.add(step, trainer.step(step, next(batches)))
                 if step.index + 1 in points:

@@ -20,10 +20,10 @@ ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 12
 
 
 class Batch(NamedTuple):
-    """Sequences packed end to end. `boundaries` has a fixed length; entries past the last sequence repeat `tokens`' length."""
+    """Sequences packed end to end. `cu_seqlens` has a fixed length; entries past the last sequence repeat `tokens`' length."""
     tokens: Tensor          # (n,) int32
     targets: Tensor         # (n,) int32: the next token; -1 is not scored
-    boundaries: Tensor      # (sequences + 1,) int32: where each sequence starts, then n
+    cu_seqlens: Tensor      # (sequences + 1,) int32: where each sequence starts, then n
     columns: Tensor         # (k,) int32, ascending: tokens whose logits are computed, all targets among them; (0,): all tokens
     max_length: int         # no sequence is longer. All before it are tensors
 

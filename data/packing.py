@@ -23,27 +23,27 @@ def cut_documents(starts: np.ndarray, end: int, cut: int, keep_tails: bool) -> t
 
 def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, longest: int,
          document_start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sequences (text, start, length) end to end as tokens (n,), targets (n,) and boundaries (most + 1,), all int32.
+    """Sequences (text, start, length) end to end as tokens (n,), targets (n,) and cu_seqlens (most + 1,), all int32.
 
     A target is the token that follows in the text; after a text's last token, the start of a document. The last sequence is
     cut to fit. Places left over become sequences of at most `longest` tokens with targets -1: not scored. Boundaries hold
     where each sequence starts; those after the last are n.
     """
     tokens, targets = np.zeros(n, np.int32), np.full(n, -1, np.int32)
-    boundaries = [0]
+    cu_seqlens = [0]
     for text, start, length in sequences:
-        here = boundaries[-1]
+        here = cu_seqlens[-1]
         end = min(here + length, n)
         tokens[here:end] = text[start:start + end - here]
         following = text[start + 1:start + 1 + end - here]
         targets[here:end] = document_start
         targets[here:here + len(following)] = following
-        boundaries.append(end)
-    while boundaries[-1] < n:
-        boundaries.append(min(boundaries[-1] + longest, n))
-    if len(boundaries) > most + 1:
-        raise ValueError(f"{len(boundaries) - 1} sequences in a batch that may hold {most}; the bound must count every batch")
-    return tokens, targets, np.array(boundaries + [n] * (most + 1 - len(boundaries)), np.int32)
+        cu_seqlens.append(end)
+    while cu_seqlens[-1] < n:
+        cu_seqlens.append(min(cu_seqlens[-1] + longest, n))
+    if len(cu_seqlens) > most + 1:
+        raise ValueError(f"{len(cu_seqlens) - 1} sequences in a batch that may hold {most}; the bound must count every batch")
+    return tokens, targets, np.array(cu_seqlens + [n] * (most + 1 - len(cu_seqlens)), np.int32)
 
 
 def sample_columns(targets: np.ndarray, count: int, vocabulary: int, generator: np.random.Generator) -> np.ndarray:

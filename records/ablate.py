@@ -58,7 +58,7 @@ def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
         clock, laps = Clock(device), []
         for i in range(4 + steps):
             if i == 4:
-                trainer.world.wait_for_all()
+                trainer.world.barrier()
                 clock.start()
             trainer.step(pair[i % 2], batches[i % 2])
             if i >= 4:

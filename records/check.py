@@ -4,7 +4,15 @@ from pathlib import Path
 
 from records import markdown
 from records.pool import environment_differences, list_clashes, require_sample
-from records.record import UNWRITTEN, Record, is_proven, load, record_data, result_table, significance_line
+from records.record import (
+    UNWRITTEN,
+    Record,
+    is_proven,
+    load,
+    record_data,
+    result_table,
+    significance_line,
+)
 from records.schema import NUMBER, RecordError, Run
 from records.sources import hash_sources, source_files
 

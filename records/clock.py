@@ -53,16 +53,16 @@ class Clock:
         return lap
 
     @contextmanager
-    def running(self, wait_for_all: Callable[[], None] = lambda: None) -> Iterator[None]:
+    def running(self, barrier: Callable[[], None] = lambda: None) -> Iterator[None]:
         """Time what is inside. A garbage collection would stall a step by up to half a second: none happens here.
 
-        `wait_for_all` returns once every rank is here, or the first step would be as long as the slowest rank's collection.
+        `barrier` returns once every rank is here, or the first step would be as long as the slowest rank's collection.
         """
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
-            wait_for_all()
+            barrier()
             self.start()
             yield
             self.stop()

@@ -4,8 +4,14 @@ from dataclasses import asdict
 import numpy as np
 
 from records.markdown import table
-from records.pool import (NO_SEEDS, configuration_differences, environment_differences, list_clashes, require_sample,
-                          spread_text)
+from records.pool import (
+    NO_SEEDS,
+    configuration_differences,
+    environment_differences,
+    list_clashes,
+    require_sample,
+    spread_text,
+)
 from records.schema import RecordError, Run
 from records.stats import describe, welch
 

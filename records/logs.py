@@ -6,7 +6,16 @@ from pathlib import Path
 import numpy as np
 
 from records.foreign import parse_foreign
-from records.schema import LINES, LOG_NAME, LOG_SCHEMA, NUMBER, SCHEDULE, RecordError, Run, check_fields
+from records.schema import (
+    LINES,
+    LOG_NAME,
+    LOG_SCHEMA,
+    NUMBER,
+    SCHEDULE,
+    RecordError,
+    Run,
+    check_fields,
+)
 
 
 def find_logs(place: str | Path) -> list[Path]:

@@ -91,7 +91,7 @@ def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, 
         batches = [to_device(batch, device) for batch in trainer.loader.batches(step.index)]
         for _ in range(2):
             trainer.step(step, batches)
-        trainer.world.wait_for_all()
+        trainer.world.barrier()
         with profile(activities=activities) as recorded:
             trainer.step(step, batches)
             if device.type == "cuda":

@@ -23,7 +23,7 @@ def hash_sources(files: dict[str, bytes]) -> str:
 
 def project_sources() -> dict[str, bytes]:
     """The files that make a run what it is: the program, its kernels and its data code."""
-    paths = [ROOT / "train_gpt.py", *ROOT.glob("kernels/*.py"), *ROOT.glob("data/*.py")]
+    paths = [ROOT / "train_gpt.py", *ROOT.glob("kernels/**/*.py"), *ROOT.glob("data/*.py")]
     return {name: (ROOT / name).read_bytes() for name in sorted(p.relative_to(ROOT).as_posix() for p in paths)}
 
 

@@ -8,7 +8,13 @@ from pathlib import Path
 from records.launch import launch, with_settings
 from records.logs import read_log
 from records.markdown import table
-from records.pool import NOT_CONFIGURATION, configuration_differences, list_clashes, number_text, summarize
+from records.pool import (
+    NOT_CONFIGURATION,
+    configuration_differences,
+    list_clashes,
+    number_text,
+    summarize,
+)
 from records.schema import LOG_NAME, RecordError, Run, last_part
 from records.settings import split_values
 from records.sources import hash_sources, project_sources

@@ -4,7 +4,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from kernels.collectives import Collectives, PeerCopies, can_copy, wait
+from kernels.ranks.collectives import Collectives, PeerCopies, can_copy, wait
 
 OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 

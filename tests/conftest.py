@@ -19,7 +19,9 @@ if not torch.cuda.is_available():
 
 import train_gpt  # noqa: E402
 from data.shards import write_shard  # noqa: E402
-from kernels import fp8_scales, residual, shared_rows  # noqa: E402
+from kernels.fp8 import scales as fp8_scales  # noqa: E402
+from kernels.mlp import residual  # noqa: E402
+from kernels.ngrams import shared_gradient as shared_rows  # noqa: E402
 
 TINY = ("--width 64 --head_dim 32 --qk_dim 32 --ngram_rows 1024 --micro_batches 8 --steps 6 "
         "--extra_steps 2 --batch_tokens 1024,2048,3072 --sequence_length 64,128,128 --window_block 16 --momentum_warmup 3 "
@@ -48,6 +50,18 @@ def config(shards) -> train_gpt.Config:
     """On a GPU as well: small and plain, so that what is tested there does not wait for compilers."""
     config = train_gpt.parse_config(["--preset", "cpu", *TINY, "--data_path", str(shards), "--write_log", "false"])
     return replace(config, seed=3, attention="plain", compile=False)
+
+
+@pytest.fixture(autouse=True)
+def poison(request):
+    """For every test of a kernel: one seed, and torch.empty filled with NaN, so that an element that a kernel forgets is seen."""
+    if request.path.parent.name != "kernels":
+        yield
+        return
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

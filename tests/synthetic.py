@@ -71,7 +71,9 @@ def made_up_lines(name, seed, settings, command, steps, pace_ms, level, noise, s
 
 def command(*words: object) -> int:
     """`python -m records …` in this process; returns its exit code."""
-    from records.__main__ import main as records_main  # here, as the trainer below need not wait for its imports
+    from records.__main__ import (
+        main as records_main,  # here, as the trainer below need not wait for its imports
+    )
     with patch.object(sys, "argv", ["records", *map(str, words)]):
         return records_main()
 

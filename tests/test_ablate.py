@@ -87,10 +87,10 @@ def test_the_clock_starts_when_every_rank_is_there():
     """Behind the garbage collection, which takes each its own time; what waiting takes does not count."""
     clock, seen = Clock(torch.device("cpu")), []
 
-    def wait_for_all():
+    def barrier():
         seen.append((gc.isenabled(), clock.since))
         time.sleep(0.3)
 
-    with clock.running(wait_for_all):
+    with clock.running(barrier):
         assert not gc.isenabled() and clock.since is not None
     assert seen == [(False, None)] and clock.seconds < 0.2 and gc.isenabled()

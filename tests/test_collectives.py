@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed import _symmetric_memory
 
-from kernels import collectives
-from kernels.column_exchange import parts_of_rows, whole_rows
+from kernels.ngrams.exchange import parts_of_rows, whole_rows
+from kernels.ranks import collectives
 
 ROOT = Path(__file__).resolve().parent.parent
 

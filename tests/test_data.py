@@ -24,7 +24,15 @@ from data import fineweb as fineweb_tool
 from data import peek, readers, text, vocabulary
 from data.errors import DataError
 from data.readers import Documents
-from data.shards import HEADER_BYTES, ShardError, document_starts, find_shards, incoming, open_shard, write_shard
+from data.shards import (
+    HEADER_BYTES,
+    ShardError,
+    document_starts,
+    find_shards,
+    incoming,
+    open_shard,
+    write_shard,
+)
 from data.vocabulary import load_vocabulary, split_long_space
 
 ROOT = Path(__file__).parent.parent

@@ -8,47 +8,125 @@ import numpy as np
 import pytest
 import torch
 
-import kernels.newton_schulz
+import kernels.optimizer.newton_schulz
 from data.packing import sample_columns
-from kernels import bench, coefficients, momentum, polar_error, stress
-from kernels.adam import adam_update
-from kernels.coefficients import polar_express
-from kernels.cross_entropy import cross_entropy, cross_entropy_reference
-from kernels.embedding import (
-    TAKE_CONFIGS, add_rows, add_rows_reference, embedding, embedding_twin, sort_rows, take_rows)
-from kernels.fp8_linear import quantise
-from kernels.fp8_qkv import GRADIENT_SCALE, fp8_qkv_heads, fp8_qkv_heads_twin, heads_backward_twin
-from kernels.fp8_scales import CONFIGS as SCALES_CONFIGS
-from kernels.fp8_scales import gradient_scales, gradient_scales_twin, mlp_scales, mlp_scales_twin, qkv_scales, qkv_scales_twin
-from kernels.fp8_weights import CONFIGS as WEIGHTS_CONFIGS
-from kernels.fp8_weights import fp8_weights, fp8_weights_twin
-from kernels.head_loss import among_columns, head_loss, head_loss_twin
-from kernels.linear import add_scaled, add_scaled_reference, scaled, scaled_linear, scaled_linear_reference
-from kernels.mlp import mlp, mlp_twin
-from kernels.newton_schulz import newton_schulz, newton_schulz_reference
-from kernels.qkv import CONFIGS as HEADS_CONFIGS
-from kernels.qkv import FP8_CONFIGS as HEADS_FP8_CONFIGS
-from kernels.qkv import heads_backward, heads_forward, qkv_heads, qkv_heads_twin
-from kernels.quantize import paired, quantize, quantize_reference
-from kernels.relu_squared import (
-    FP8_BACKWARD_CONFIGS, FP8_CONFIGS, relu_squared, relu_squared_backward, relu_squared_backward_fp8, relu_squared_backward_fp8_reference,
-    relu_squared_backward_reference, relu_squared_fp8, relu_squared_fp8_reference, relu_squared_reference)
-from kernels.residual import (
-    BACKWARD_CONFIGS, CONFIGS, add_up, mlp_input, mlp_input_twin, norm_fork, norm_fork_twin, residual, residual_backward)
-from kernels.residual_fp8 import CONFIGS as RESIDUAL_FP8_CONFIGS
-from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8, residual_fp8, residual_fp8_reference
-from kernels.rotary import rotary_tables
-from kernels.row_adam import row_adam, row_adam_twin
-from kernels.row_gradients import RowGradients, enlist, enlist_reference, no_gradients
-from kernels.shared_rows import CONFIGS as SHARED_CONFIGS
-from kernels.shared_rows import Term, share, share_twin, shared_rows, shared_rows_reference
-from kernels.smear import BACKWARD_CONFIGS as SMEAR_BACKWARD_CONFIGS
-from kernels.smear import CONFIGS as SMEAR_CONFIGS
-from kernels.smear import smear, smear_backward, smear_forward, smear_twin
-from kernels.symmetric import (
-    CONFIGS as SYMMETRIC_CONFIGS, gram, gram_reference, gram_with_row_sums, polynomial, polynomial_reference, product)
-from kernels.transpose import add_transposed, add_transposed_reference, transpose, transpose_reference
-from kernels.value_gate import value_mix, value_mix_backward, value_mix_reference
+from kernels import bench
+from kernels.attention.fp8_qkv import (
+    GRADIENT_SCALE,
+    fp8_qkv_heads,
+    fp8_qkv_heads_reference,
+    heads_backward_reference,
+)
+from kernels.attention.output import (
+    add_scaled,
+    add_scaled_reference,
+    scaled,
+    scaled_linear,
+    scaled_linear_reference,
+)
+from kernels.attention.qkv import CONFIGS as HEADS_CONFIGS
+from kernels.attention.qkv import FP8_CONFIGS as HEADS_FP8_CONFIGS
+from kernels.attention.qkv import (
+    heads_backward,
+    heads_forward,
+    qkv_heads,
+    qkv_heads_reference,
+)
+from kernels.attention.rotary import rotary_tables
+from kernels.attention.value_gate import (
+    value_mix,
+    value_mix_backward,
+    value_mix_reference,
+)
+from kernels.embedding.rows import (
+    TAKE_CONFIGS,
+    add_rows,
+    add_rows_reference,
+    embedding,
+    embedding_reference,
+    sort_rows,
+    take_rows,
+)
+from kernels.embedding.smear import BACKWARD_CONFIGS as SMEAR_BACKWARD_CONFIGS
+from kernels.embedding.smear import CONFIGS as SMEAR_CONFIGS
+from kernels.embedding.smear import (
+    smear,
+    smear_backward,
+    smear_forward,
+    smear_reference,
+)
+from kernels.fp8 import transpose
+from kernels.fp8.formats import paired, round_to_fp8
+from kernels.fp8.quantize import quantize, quantize_reference
+from kernels.fp8.scales import CONFIGS as SCALES_CONFIGS
+from kernels.fp8.scales import (
+    gradient_scales,
+    gradient_scales_reference,
+    mlp_scales,
+    mlp_scales_reference,
+    qkv_scales,
+    qkv_scales_reference,
+)
+from kernels.fp8.transpose import add_transposed, add_transposed_reference, transpose_reference
+from kernels.fp8.weights import CONFIGS as WEIGHTS_CONFIGS
+from kernels.fp8.weights import fp8_weights, fp8_weights_reference
+from kernels.lab import polar_error, stress
+from kernels.lab import record_momentum as momentum
+from kernels.loss.cross_entropy import cross_entropy, cross_entropy_reference
+from kernels.loss.head_loss import among_candidates, head_loss, head_loss_reference
+from kernels.mlp import relu_squared, residual, residual_fp8
+from kernels.mlp.fp8_mlp import mlp, mlp_reference
+from kernels.mlp.relu_squared import (
+    FP8_BACKWARD_CONFIGS,
+    FP8_CONFIGS,
+    relu_squared_backward,
+    relu_squared_backward_fp8,
+    relu_squared_backward_fp8_reference,
+    relu_squared_backward_reference,
+    relu_squared_fp8,
+    relu_squared_fp8_reference,
+    relu_squared_reference,
+)
+from kernels.mlp.residual import (
+    BACKWARD_CONFIGS,
+    CONFIGS,
+    add_up,
+    mlp_input,
+    mlp_input_reference,
+    norm_fork,
+    norm_fork_reference,
+    residual_backward,
+)
+from kernels.mlp.residual_fp8 import CONFIGS as RESIDUAL_FP8_CONFIGS
+from kernels.mlp.residual_fp8 import mlp_input_fp8, norm_fork_fp8, residual_fp8_reference
+from kernels.ngrams.row_gradients import (
+    RowGradients,
+    enlist,
+    enlist_reference,
+    no_gradients,
+)
+from kernels.ngrams.shared_gradient import CONFIGS as SHARED_CONFIGS
+from kernels.ngrams.shared_gradient import (
+    Term,
+    share,
+    share_reference,
+    shared_rows,
+    shared_rows_reference,
+)
+from kernels.optimizer import coefficients
+from kernels.optimizer.adam import adam_update
+from kernels.optimizer.coefficients import polar_express
+from kernels.optimizer.newton_schulz import newton_schulz, newton_schulz_reference
+from kernels.optimizer.row_adam import row_adam, row_adam_reference
+from kernels.optimizer.symmetric import CONFIGS as SYMMETRIC_CONFIGS
+from kernels.optimizer.symmetric import (
+    gram,
+    gram_reference,
+    gram_with_row_sums,
+    polynomial,
+    polynomial_reference,
+    product,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter miscomputes tl.dot on bfloat16; for a GPU its kernels in float32 take minutes to compile.
@@ -271,7 +349,7 @@ def test_cross_entropy(tokens, vocabulary, k, logits_dtype, grad_dtype, weighted
     assert torch.equal(transposed.float(), grad.float().T)
     assert_as_exact_as_pytorch(losses, plain, exact, slack=3e-7)
     assert_as_exact_as_pytorch(grad, plain_grad, exact_grad, slack=3e-7)
-    assert torch.equal(losses, cross_entropy(logits, targets.int(), weights, column_weights=columns))
+    assert torch.equal(losses, cross_entropy(logits, targets.int(), weights, candidate_weights=columns))
     assert losses[1:2].eq(0).all() and grad[1:2].float().eq(0).all()
 
 
@@ -353,11 +431,11 @@ def mlp_inputs(tokens: int, width: int, hidden: int) -> list[torch.Tensor]:
     return [tensor.to(dtype) for tensor in (x, *weights, grad)]
 
 
-def test_mlp_function_is_its_twin():
+def test_mlp_function_is_its_reference():
     inputs = mlp_inputs(150, 40, 72)
     for start in (None, inputs[3].flip(0)):
-        exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False, None if start is None else start.double())
-        results = (mlp_results(function, *inputs, False, start) for function in (mlp, mlp_twin))
+        exact = mlp_results(mlp_reference, *[tensor.double() for tensor in inputs], False, None if start is None else start.double())
+        results = (mlp_results(function, *inputs, False, start) for function in (mlp, mlp_reference))
         for fused, plain, wanted in zip(*results, exact):
             assert_as_exact_as_pytorch(fused, plain, wanted)
 
@@ -366,13 +444,13 @@ def test_mlp_function_is_its_twin():
 def test_mlp_adds_where_the_residual_stands(fp8):
     """In FP8 not at all, and its twin leaves the residual alone."""
     x, w_in, w_out, _ = mlp_inputs(48, 32, 64)
-    for function in (mlp_twin, mlp):
+    for function in (mlp_reference, mlp):
         residual = random(48, 32).type_as(x)
         kept = residual.clone()
-        addends = function(residual, x, w_in, w_out, fp8)
-        assert len(addends) == 1 + fp8 and (addends[0] is residual) == (fp8 or function is mlp)
-        assert torch.equal(residual, kept) == (fp8 or function is mlp_twin)
-        out, added = add_up(addends), add_up(function(torch.zeros_like(x), x, w_in, w_out, fp8))
+        summands = function(residual, x, w_in, w_out, fp8)
+        assert len(summands) == 1 + fp8 and (summands[0] is residual) == (fp8 or function is mlp)
+        assert torch.equal(residual, kept) == (fp8 or function is mlp_reference)
+        out, added = add_up(summands), add_up(function(torch.zeros_like(x), x, w_in, w_out, fp8))
         torch.testing.assert_close(out, kept + added, **(dict(atol=0.02, rtol=0.02) if DEVICE == "cuda" else {}))
 
 
@@ -380,14 +458,14 @@ def test_mlp_adds_where_the_residual_stands(fp8):
 def test_mlp_function_in_fp8(fp8_weight_grads):
     """As near to full precision as its twin, and near; no scale of the gradient or of a weight is too small or too large."""
     inputs = mlp_inputs(144, 64, 96)
-    exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False)
+    exact = mlp_results(mlp_reference, *[tensor.double() for tensor in inputs], False)
 
     def run(function, *inputs):
         return mlp_results(function, *inputs, True, None, fp8_weight_grads)
 
     results = run(mlp, *inputs)
     slack = 0.1 if DEVICE == "cpu" else 0  # the interpreter rounds to FP8 wrongly where rounding changes the exponent
-    for fused, plain, wanted in zip(results, run(mlp_twin, *inputs), exact):
+    for fused, plain, wanted in zip(results, run(mlp_reference, *inputs), exact):
         assert error(plain, wanted) < 0.1
         assert_as_exact_as_pytorch(fused, plain, wanted, slack)
     x, w_in, w_out, grad = inputs
@@ -408,12 +486,12 @@ def test_fp8_weight_gradients_are_near_those_in_bf16():
     The output stays bit for bit, and the input's gradient, which √act in FP8 reaches, as near: 8.0% for 7.9%.
     """
     inputs = mlp_inputs(512, 64, 96)
-    exact = mlp_results(mlp_twin, *[tensor.double() for tensor in inputs], False)
-    off, on = (mlp_results(mlp_twin, *inputs, True, None, flag) for flag in (False, True))
+    exact = mlp_results(mlp_reference, *[tensor.double() for tensor in inputs], False)
+    off, on = (mlp_results(mlp_reference, *inputs, True, None, flag) for flag in (False, True))
     assert torch.equal(off[0], on[0]) and error(on[1], exact[1]) < 1.1 * error(off[1], exact[1])
     for limit, ours, theirs, wanted in zip((0.1, 0.075), on[2:], off[2:], exact[2:]):
         assert error(theirs, wanted) < error(ours, wanted) < limit and error(ours, theirs.double()) < limit
-    on, off = (mlp_results(mlp_twin, *inputs, False, None, flag) for flag in (False, True))
+    on, off = (mlp_results(mlp_reference, *inputs, False, None, flag) for flag in (False, True))
     assert all(map(torch.equal, on, off))                                # without FP8 the setting is nothing
 
 
@@ -441,9 +519,9 @@ def test_fp8_scales_are_their_twins(rows, width, tuned):
             w_in[rows // 2, -1] = bad
             w_out *= bad == 0.0                                          # all zero, or zero where the other has what is no number
         numbers = torch.cat([x.float().norm(dim=1).amax()[None] for x in (w_in, w_out)])
-        pairs = [(gradient_scales(x, one, bound, tuned), gradient_scales_twin(x, one, bound)) for x in (w_in, w_out)]
-        pairs += [(mlp_scales(*numbers, width), mlp_scales_twin(*numbers, width))]
-        pairs += [(qkv_scales(x, one, 0.3, 0.4), qkv_scales_twin(x, one, 0.3, 0.4)) for x in numbers]
+        pairs = [(gradient_scales(x, one, bound, tuned), gradient_scales_reference(x, one, bound)) for x in (w_in, w_out)]
+        pairs += [(mlp_scales(*numbers, width), mlp_scales_reference(*numbers, width))]
+        pairs += [(qkv_scales(x, one, 0.3, 0.4), qkv_scales_reference(x, one, 0.3, 0.4)) for x in numbers]
         for ours, theirs in pairs:
             assert all(scale.shape == () and scale.data_ptr() % 16 == 0 for scale in ours)
             torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-5, atol=0, equal_nan=True)
@@ -457,7 +535,7 @@ def test_fp8_weights(width):
         weights = random(300, width + 16)[:, :width], random(1, width) * bad, random(70, width) * 1e3
         firsts = fp8_weights(weights)
         right = [quantize(weight, ours.scale) for weight, ours in zip(weights, firsts, strict=True)]
-        for ours, twin in zip(firsts, fp8_weights_twin(weights), strict=True):
+        for ours, twin in zip(firsts, fp8_weights_reference(weights), strict=True):
             torch.testing.assert_close(torch.stack(ours[2:]), torch.stack(twin[2:]), rtol=1e-5, atol=0, equal_nan=True)
         for tuned in WEIGHTS_CONFIGS:
             for ours, first, expected in zip(fp8_weights(weights, tuned), firsts, right, strict=True):
@@ -577,7 +655,7 @@ def test_elementwise_kernels_refuse_what_they_cannot_do():
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("targets_ahead", [1, 3])
-def test_head_loss_is_its_twin(targets_ahead, weighted):
+def test_head_loss_is_its_reference(targets_ahead, weighted):
     """Losses and both gradients, with an incoming gradient that is not 1."""
     n, width, vocabulary, dtype = 40, 32, 320, torch.bfloat16 if DEVICE == "cuda" else torch.float32
     x, head = random(n, width, dtype=dtype).requires_grad_(), (random(vocabulary, width, dtype=dtype) / 4).requires_grad_()
@@ -588,7 +666,7 @@ def test_head_loss_is_its_twin(targets_ahead, weighted):
     weights = torch.tensor([1, 0.5, 0.25], device=DEVICE)[:targets_ahead]
     columns = column_weights_of(targets, vocabulary) if weighted else None
     results = []
-    for function in (head_loss_twin, head_loss):
+    for function in (head_loss_reference, head_loss):
         total, next_token = function(x, head, targets, is_start, weights, False, columns)
         results.append([total, next_token, *torch.autograd.grad(3 * total, (x, head))])
     tolerance = 2e-2 if DEVICE == "cuda" else 1e-4
@@ -596,7 +674,7 @@ def test_head_loss_is_its_twin(targets_ahead, weighted):
         assert error(fused.detach(), twin.detach().double()) < tolerance
 
 
-def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_twin():
+def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_reference():
     n, width, vocabulary = 64, 32, 320
     x, head = random(n, width, dtype=torch.float32), random(vocabulary, width, dtype=torch.float32) / 8
     if DEVICE == "cuda":
@@ -605,7 +683,7 @@ def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_twin():
     targets = torch.randint(0, vocabulary, (n,), device=DEVICE, dtype=torch.int32)
     is_start = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     results = []
-    for function, fp8 in ((head_loss_twin, False), (head_loss_twin, True), (head_loss, True)):
+    for function, fp8 in ((head_loss_reference, False), (head_loss_reference, True), (head_loss, True)):
         total, _ = function(x, head, targets, is_start, torch.ones(1, device=DEVICE), fp8)
         results.append([total.detach(), *torch.autograd.grad(2 * total, (x, head))])
     for exact, twin, fused, slack in zip(*results, (3e-3, 0, 0)):   # one loss may be right by luck
@@ -622,18 +700,18 @@ def test_sampled_softmax_is_the_full_one_on_average():
     generator, results, totals = np.random.default_rng(0), [], []
 
     def evaluate(rows, wanted, columns):
-        loss, _ = head_loss_twin(x, rows, wanted, is_start, weights, False, columns)
+        loss, _ = head_loss_reference(x, rows, wanted, is_start, weights, False, columns)
         return torch.cat([g.flatten() for g in (loss.view(1), *torch.autograd.grad(loss, (x, head)))]).detach()
 
     full, exponentials = evaluate(head, targets, None), (23 * ((x @ head.T + 5) / 7.5).sigmoid()).exp().detach()
     for _ in range(samples):
         columns = torch.from_numpy(sample_columns(targets.cpu().numpy(), count, vocabulary, generator)).to(DEVICE)
-        places, column_weights = among_columns(targets, columns, vocabulary)
+        places, candidate_weights = among_candidates(targets, columns, vocabulary)
         assert torch.equal(columns[places[targets >= 0].long()], targets[targets >= 0]) and places[5] == -1
-        assert column_weights[places[targets >= 0].long()].eq(1).all()
-        assert column_weights.sum().item() == pytest.approx(vocabulary)
-        results.append(evaluate(head[columns.long()], places, column_weights))
-        totals.append(exponentials[:, columns.long()] @ column_weights.double())
+        assert candidate_weights[places[targets >= 0].long()].eq(1).all()
+        assert candidate_weights.sum().item() == pytest.approx(vocabulary)
+        results.append(evaluate(head[columns.long()], places, candidate_weights))
+        totals.append(exponentials[:, columns.long()] @ candidate_weights.double())
     totals, results = torch.stack(totals), torch.stack(results)
     deviations = (totals.mean(0) - exponentials.sum(1)) / (totals.std(0) / samples ** 0.5)
     assert deviations.abs().max() < 4.5
@@ -646,7 +724,7 @@ def test_embedding_adds_only_to_the_rows_it_read(n, count, width):
     index = torch.randint(count, (n,), device=DEVICE, dtype=torch.int32)
     table, grad, old = random(count, width), random(n, width), random(count, width)
     results = []
-    for function in (embedding_twin, embedding, embedding):
+    for function in (embedding_reference, embedding, embedding):
         leaf = table.clone().requires_grad_()
         leaf.grad = old.clone()
         out = function(leaf, sort_rows(index))
@@ -757,36 +835,36 @@ def row_adam_state(rows: int, width: int, dtype: torch.dtype = torch.float32, bl
             torch.zeros((), device=DEVICE)]
 
 
-@pytest.mark.parametrize("update", [row_adam_twin, row_adam])
+@pytest.mark.parametrize("update", [row_adam_reference, row_adam])
 @pytest.mark.parametrize("rows, width", [(1, 1), (37, 24), (200, 48)])
 def test_row_adam_is_adam_without_a_first_moment(update, rows, width):
-    """Rows touched now and then end where the dense update brings them; a step that is not healthy changes nothing but the gradient."""
+    """Rows touched now and then end where the dense update brings them; a step that is not finite changes nothing but the gradient."""
     state, numbers = row_adam_state(rows, width), [torch.tensor(x, device=DEVICE) for x in (0.02, 0.3)]
     weight, grad, second, _, steps = (x.clone() for x in state)
     dense = [weight, None, grad, torch.zeros_like(second), second, steps]
-    healthy, once = torch.tensor(True, device=DEVICE), torch.zeros(rows, dtype=torch.bool, device=DEVICE)
+    finite, once = torch.tensor(True, device=DEVICE), torch.zeros(rows, dtype=torch.bool, device=DEVICE)
     for step in range(8):
         touched = torch.rand(rows, device=DEVICE) < 0.3
         grad = torch.randn(rows, width, device=DEVICE) * touched[:, None]
         before = [x.clone() for x in (state[0], *state[2:4])]
-        healthy.fill_(step < 7)                                          # the last: nothing after it is healthy
-        once |= touched & healthy
+        finite.fill_(step < 7)                                          # the last: nothing after it is finite
+        once |= touched & finite
         dense[2].copy_(grad)
         read = touched | (torch.rand(rows, device=DEVICE) < 0.3)         # of some the gradient is zero
         if step == 7:
             grad[0], read[0] = torch.nan, True
         state[1] = of_rows(grad, read) if update is row_adam else grad
-        update(*state, healthy, *numbers, 0.9, True)
+        update(*state, finite, *numbers, 0.9, True)
         if step < 7:
-            adam_update(*dense, healthy, *numbers, (0.0, 0.9), True)
-        still = ~touched | ~healthy
+            adam_update(*dense, finite, *numbers, (0.0, 0.9), True)
+        still = ~touched | ~finite
         assert_taken(state[1])
         assert all(torch.equal(x[still], old[still]) for x, old in zip((state[0], *state[2:4]), before))
     torch.testing.assert_close(state[0], dense[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(state[4], dense[5]) and torch.equal(state[3] > 0, once)
 
 
-@pytest.mark.parametrize("update", [row_adam_twin, row_adam])
+@pytest.mark.parametrize("update", [row_adam_reference, row_adam])
 @pytest.mark.parametrize("rows, width, block", [(5, 16, 16), (37, 48, 16), (80, 24, 4), (9, 192, 8)])
 def test_columns_of_a_block_share_their_mean_square(update, rows, width, block):
     """As if each block's gradients had the size of their root mean square."""
@@ -817,7 +895,7 @@ def test_lists_and_tiles_of_row_adam_change_no_bit(share, dtype):
         state = [x.clone() for x in start]
         if tuned != "twin":
             state[1] = of_rows(state[1], torch.ones_like(touched) if tuned == "all listed" else touched)
-        update = row_adam_twin if tuned == "twin" else partial(row_adam, **{} if tuned == "all listed" else {"tuned": tuned})
+        update = row_adam_reference if tuned == "twin" else partial(row_adam, **{} if tuned == "all listed" else {"tuned": tuned})
         update(*state, *numbers, 0.9, True)
         assert_taken(state[1])
         results.append([state[0], *state[2:]])
@@ -844,7 +922,7 @@ def test_row_adam_takes_what_embedding_listed():
             assert torch.equal(state[1].place > 0, seen) and table.grad is None
         torch.testing.assert_close(of_all_rows(state[1]), twin[1], atol=1e-5, rtol=1e-5)
         row_adam(*state, *numbers, 0.9, True)
-        row_adam_twin(*twin, *numbers, 0.9, True)
+        row_adam_reference(*twin, *numbers, 0.9, True)
         assert_taken(state[1])
         for i in (0, 2, 3, 4):
             torch.testing.assert_close(state[i], twin[i], atol=1e-4, rtol=1e-4)
@@ -944,8 +1022,8 @@ def double(inputs: list) -> list:
 def test_qkv_heads(n, heads, dims, share, key_offset, value, dtype):
     """Outputs, and gradients for such as are not contiguous; a second call is equal bit for bit."""
     inputs, grads = heads_inputs(n, heads, dims, value, dtype=dtype, share=share), heads_grads(n, heads, dims, dtype)
-    exact = heads_both_ways(qkv_heads_twin, double(inputs), dims, key_offset, grads)
-    plain, ours, again = (heads_both_ways(f, inputs, dims, key_offset, grads) for f in (qkv_heads_twin, qkv_heads, qkv_heads))
+    exact = heads_both_ways(qkv_heads_reference, double(inputs), dims, key_offset, grads)
+    plain, ours, again = (heads_both_ways(f, inputs, dims, key_offset, grads) for f in (qkv_heads_reference, qkv_heads, qkv_heads))
     assert len(ours) == (7 if value else 4)
     for x, y, twin, right in zip(ours, again, plain, exact, strict=True):
         assert torch.equal(x, y)
@@ -974,7 +1052,7 @@ def test_qkv_heads_twin_is_what_it_says(head_dim, starts):
     """Each token's k by hand, and all gradients by finite differences, in float64."""
     inputs = double(heads_inputs(6, 2, (8, head_dim), True, starts=starts, channels=2, dtype=torch.float64))
     qkv, cos, sin, is_start, seen, row, gate = inputs
-    q, k, v = qkv_heads_twin(*inputs, 8, head_dim, True)
+    q, k, v = qkv_heads_reference(*inputs, 8, head_dim, True)
     for token in range(6):
         for head in range(2):
             query, own, before = (part[8 * head:8 * head + 8] for part in (qkv[token, :16], qkv[token, 16:32], qkv[token - 1, 16:32]))
@@ -987,7 +1065,7 @@ def test_qkv_heads_twin_is_what_it_says(head_dim, starts):
             value, value_row = qkv[token, 32 + head_dim * head:][:head_dim], row[token, head_dim * head:][:head_dim]
             torch.testing.assert_close(v[token, head], value + mix * value_row)
     leaves = [x.requires_grad_() for x in (qkv, seen, row, gate)]
-    assert torch.autograd.gradcheck(lambda qkv, *value: qkv_heads_twin(qkv, *inputs[1:4], *value, 8, head_dim, True), leaves)
+    assert torch.autograd.gradcheck(lambda qkv, *value: qkv_heads_reference(qkv, *inputs[1:4], *value, 8, head_dim, True), leaves)
 
 
 def test_qkv_heads_write_all_that_they_return(monkeypatch):
@@ -1037,7 +1115,7 @@ def test_shared_rows_in_the_heads_of_layers(n, heads, dims, count, key_offset, v
     layers[2], layers[3] = (layers[2][0], layers[2][1][:2]), (layers[3][0], None)
     shared = shared_inputs(n, dims[1], len(layers), count, dtype)
     wide = [(double(inputs), grads) for inputs, grads in layers]
-    twin, kernel = (share_twin, qkv_heads_twin), (share, qkv_heads)
+    twin, kernel = (share_reference, qkv_heads_reference), (share, qkv_heads)
     exact = heads_of_layers(twin, wide, double(shared), dims, key_offset)
     plain = heads_of_layers(twin, layers, shared, dims, key_offset)
     ours = heads_of_layers(kernel, layers, shared, dims, key_offset)
@@ -1078,7 +1156,7 @@ def test_shared_rows_of_heads_refuse_what_they_cannot_do():
                        ("scale", Term(rows, one.double())), ("scale", Term(rows, one.repeat(2)))):
         with pytest.raises(ValueError, match=f"term.{name} must be"):
             qkv_heads(*inputs, *dims, False, term)
-    out = qkv_heads(*inputs, *dims, False, share_twin(rows.requires_grad_(), one[None])[0])
+    out = qkv_heads(*inputs, *dims, False, share_reference(rows.requires_grad_(), one[None])[0])
     with pytest.raises(ValueError, match="must be from `share`"):
         out[2].sum().backward()
 
@@ -1123,7 +1201,7 @@ def test_smear(n, width, channels):
     exact, plain = [], []
     for dtype, results in ((torch.float64, exact), (rows.dtype, plain)):
         leaves = [x.detach().to(dtype if x is rows or dtype == torch.float64 else x.dtype).requires_grad_() for x in (rows, gate, share)]
-        out = smear_twin(leaves[0], is_start, *leaves[1:])
+        out = smear_reference(leaves[0], is_start, *leaves[1:])
         results += [out.detach(), *torch.autograd.grad(out, leaves, grad.to(dtype))]
     leaves = [x.detach().requires_grad_() for x in (rows, gate, share)]
     out = smear(leaves[0], is_start, *leaves[1:])
@@ -1141,7 +1219,7 @@ def test_smear(n, width, channels):
     inverted = is_start.clone()
     inverted[0] = False                                                  # says nothing: there is nothing before it
     assert torch.equal(smear_forward(rows, inverted, gate, share), smear_forward(rows, is_start, gate, share))
-    assert torch.equal(smear(rows, is_start, None, share), smear_twin(rows, is_start, None, share))
+    assert torch.equal(smear(rows, is_start, None, share), smear_reference(rows, is_start, None, share))
 
 
 def test_smear_refuses_what_it_cannot_do():
@@ -1185,7 +1263,7 @@ def test_qkvs_gradient_in_fp8_both_ways(n, heads, dims, key_offset, monkeypatch)
     inputs[0] = inputs[0].clone()
     tensors = *inputs[:4], inputs[5], value_mix(*inputs[4:])
     grad, *others, nothing = heads_backward(*grads, *tensors, *dims, key_offset)
-    plain = heads_backward_twin(grads, inputs[0], inputs[1:4], inputs[4:], (*dims, key_offset), scale)
+    plain = heads_backward_reference(grads, inputs[0], inputs[1:4], inputs[4:], (*dims, key_offset), scale)
     assert nothing is None and torch.equal(plain[1].float(), paired(plain[0].T).float())
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(float("nan")))
@@ -1198,7 +1276,7 @@ def test_qkvs_gradient_in_fp8_both_ways(n, heads, dims, key_offset, monkeypatch)
     monkeypatch.undo()
     if DEVICE == "cuda":
         exact = grad.double() / scale                                    # but for its own rounding, before which the kernel quantises
-        assert error(grad8, exact) < 1.05 * error(quantise(grad, scale, torch.float8_e5m2), exact)
+        assert error(grad8, exact) < 1.05 * error(round_to_fp8(grad, scale, torch.float8_e5m2), exact)
     largest = heads_backward(*[x * 2 ** 20 for x in grads], *tensors, *dims, key_offset, None, scale)[0].float().abs().max()
     assert largest == torch.finfo(torch.float8_e5m2).max                 # saturated
 
@@ -1237,8 +1315,8 @@ def fp8_heads_inputs(n: int, heads: int, dims: tuple[int, int], value: bool) -> 
 def test_fp8_qkv_heads(n, heads, dims, value):
     """As near to full precision as their twin, and near; four times the gradient brings four times the gradients."""
     tensors, grads = fp8_heads_inputs(n, heads, dims, value)
-    exact = fp8_heads_results(fp8_qkv_heads_twin, double(tensors), grads, *dims, True)
-    plain = fp8_heads_results(partial(fp8_qkv_heads_twin, fp8=True), tensors, grads, *dims, True)
+    exact = fp8_heads_results(fp8_qkv_heads_reference, double(tensors), grads, *dims, True)
+    plain = fp8_heads_results(partial(fp8_qkv_heads_reference, fp8=True), tensors, grads, *dims, True)
     ours = fp8_heads_results(fp8_qkv_heads, tensors, grads, *dims, True)
     larger = fp8_heads_results(fp8_qkv_heads, tensors, [4 * g for g in grads], *dims, True)
     slack = 0.15 if DEVICE == "cpu" else 1e-3                            # the interpreter's rounding is poor
@@ -1272,7 +1350,7 @@ def test_shared_rows_in_fp8_qkv_heads(value):
     tensors, *grads = *fp8_heads_inputs(48, 2, dims, value), fp8_heads_inputs(48, 2, dims, value)[1]
     grads = [[g.to(rows) for g in of_layer] for of_layer in grads]
     expected = shared_rows_reference([of_layer[2][:, :1].double() for of_layer in grads], rows.double(), scales.double())
-    for function in (fp8_qkv_heads, fp8_qkv_heads, partial(fp8_qkv_heads_twin, fp8=True)):
+    for function in (fp8_qkv_heads, fp8_qkv_heads, partial(fp8_qkv_heads_reference, fp8=True)):
         leaves = [x.detach().clone().requires_grad_() for x in (rows, scales, tensors[1])]
         both = []
         for terms in (share(*leaves[:2]), (None, None)):                 # two layers with the rows, and without
@@ -1291,12 +1369,12 @@ def test_shared_rows_in_fp8_qkv_heads(value):
 
 def test_fp8_qkv_heads_quantise_once_and_scale_the_product(monkeypatch):
     """With PyTorch's rounding the results are the twin's; the learned scale, also a negative one and zero, multiplies the product."""
-    monkeypatch.setattr(kernels.mlp, "quantize", lambda x, scale, both, in_pairs: quantize_reference(x, scale, in_pairs=in_pairs))
-    monkeypatch.setattr(kernels.fp8_qkv, "fp8_weights", fp8_weights_twin)
+    monkeypatch.setattr(kernels.mlp.fp8_mlp, "quantize", lambda x, scale, both, in_pairs: quantize_reference(x, scale, in_pairs=in_pairs))
+    monkeypatch.setattr(kernels.attention.fp8_qkv, "fp8_weights", fp8_weights_reference)
     tensors, grads = fp8_heads_inputs(48, 2, (16, 32), True)
     for number in (0.6, -0.7, 0.0):
         tensors[2] = torch.tensor(number, device=DEVICE)
-        plain = fp8_heads_results(partial(fp8_qkv_heads_twin, fp8=True), tensors, grads, 16, 32, True)
+        plain = fp8_heads_results(partial(fp8_qkv_heads_reference, fp8=True), tensors, grads, 16, 32, True)
         ours = fp8_heads_results(fp8_qkv_heads, tensors, grads, 16, 32, True)
         for fused, twin in zip(ours[:3], plain[:3]):
             torch.testing.assert_close(fused, twin, atol=1e-2 if DEVICE == "cuda" else 1e-5, rtol=1e-2)
@@ -1340,10 +1418,10 @@ def stack_of_layers(functions: tuple, x, updates: list, scales, repeat: bool = F
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layers", [[1], [0], [1, 0, 1, 1]], ids=["attention", "none", "several"])
 @pytest.mark.parametrize("n, width", [(1, 1), (5, 20), (11, 72)])
-def test_residual_of_layers_is_its_twin(n, width, layers, dtype):
+def test_residual_of_layers_is_its_reference(n, width, layers, dtype):
     x, *updates = (random(n, width, dtype=dtype) if on else None for on in [1, *layers])
     scales = torch.rand(len(layers), 2, device=DEVICE) + 0.5
-    twin, kernel = (mlp_input_twin, norm_fork_twin), (mlp_input, norm_fork)
+    twin, kernel = (mlp_input_reference, norm_fork_reference), (mlp_input, norm_fork)
     exact = stack_of_layers(twin, x.double(), double(updates), scales.double())
     plain = stack_of_layers(twin, x, updates, scales)
     fused = stack_of_layers(kernel, x, updates, scales)
@@ -1359,10 +1437,10 @@ def test_residual_of_layers_is_its_twin(n, width, layers, dtype):
 def test_residual_kernels_in_every_configuration(tuned, backward):
     """Also of rows that no whole number of chunks fills."""
     x, update, out_grad, norm_grad = (random(13, 528) for _ in range(4))
-    for addends, scales in (((x, update), torch.tensor([0.9, 1.2], device=DEVICE)), ((x, update), None), ((x,), None)):
+    for summands, scales in (((x, update), torch.tensor([0.9, 1.2], device=DEVICE)), ((x, update), None), ((x,), None)):
         results = []
         for config, back in ((CONFIGS[0], BACKWARD_CONFIGS[0]), (tuned, backward)):
-            out, normed, rms = residual(addends, scales, config)
+            out, normed, rms = residual(summands, scales, config)
             results.append([out, normed, rms, *residual_backward(out_grad, norm_grad, normed, rms, scales, back)])
         for first, other in zip(*results):
             assert first is other is None or error(other, first.double()) < (1e-6 if DEVICE == "cpu" else 1e-2)
@@ -1395,24 +1473,24 @@ def ordered(codes: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("n, width", [(16, 40), (48, 768), (MANY, 272)])
 def test_residual_in_fp8_both_ways(n, width, count, with_scales, monkeypatch):
-    """Bit for bit what the same float32 numbers quantise to; on a GPU, where sums of products are fused, all but one code in 1,000."""
-    addends, scale = tuple(random(n, width) for _ in range(count)), width ** 0.5 / 448
+    """Bit for bit what the same float32 numbers round_to_fp8 to; on a GPU, where sums of products are fused, all but one code in 1,000."""
+    summands, scale = tuple(random(n, width) for _ in range(count)), width ** 0.5 / 448
     scales = torch.tensor([0.9, -1.2], device=DEVICE) if with_scales else None
-    addends[0][5] = 0
-    addends[0][7, 3] = 1e4                                               # so that one element is nearly the norm of its row
-    exact = residual_fp8_reference(tuple(double(addends)), scales.double() if with_scales else None)
+    summands[0][5] = 0
+    summands[0][7, 3] = 1e4                                               # so that one element is nearly the norm of its row
+    exact = residual_fp8_reference(tuple(double(summands)), scales.double() if with_scales else None)
     a, c = scales if with_scales else (1, 1)
-    y = a * sum((x.float() for x in addends), torch.zeros((), device=DEVICE))
+    y = a * sum((x.float() for x in summands), torch.zeros((), device=DEVICE))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(float("nan")))
     for tuned in RESIDUAL_FP8_CONFIGS if width == 272 and with_scales else (None,):
-        x, q, transposed, rms = found = residual_fp8(addends, scales, tuned)
+        x, q, transposed, rms = found = residual_fp8(summands, scales, tuned)
         normed, one = y * (1 / scale / rms)[:, None], torch.ones((), device=DEVICE)
         wanted = (quantize if DEVICE == "cpu" else quantize_reference)(normed, one)[0]
         if count == 1 and not with_scales:
             assert x is None
         else:
-            assert x.is_contiguous() and x.dtype == addends[0].dtype and error(x, exact[0]) < torch.finfo(x.dtype).eps
+            assert x.is_contiguous() and x.dtype == summands[0].dtype and error(x, exact[0]) < torch.finfo(x.dtype).eps
             assert DEVICE == "cuda" or torch.equal(x, (c * y).type_as(x))
         assert q.is_contiguous() and transposed.is_contiguous() and q.dtype == transposed.dtype == torch.float8_e4m3fn
         assert same_bits(transposed, paired(q.T)) and q[7].float().abs().max() == 448
@@ -1420,14 +1498,14 @@ def test_residual_in_fp8_both_ways(n, width, count, with_scales, monkeypatch):
         assert apart.max() <= 1 and apart.count_nonzero() <= 1e-3 * q.numel()
         assert error(q, exact[1].double()) < (0.01 if DEVICE == "cuda" else 0.15)                 # the interpreter's rounding
         assert (rms.double() - (y.double().square().mean(1) + torch.finfo(torch.float32).eps).sqrt()).abs().max() < 1e-3
-        again = residual_fp8(addends, scales, tuned)
+        again = residual_fp8(summands, scales, tuned)
         assert all(x is y or same_bits(x, y) for x, y in zip(found, again))
 
 
 def test_residual_in_fp8_refuses_what_it_cannot_do():
     x, two = random(32, 48), torch.ones(2, device=DEVICE)
     for name, call in (("x", lambda: residual_fp8((x[:24],), two)), ("scales", lambda: residual_fp8((x,), two[:1])),
-                       (r"addends\[1\]", lambda: residual_fp8((x, x[:16]), two))):
+                       (r"summands\[1\]", lambda: residual_fp8((x, x[:16]), two))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
     assert [len(out) for out in residual_fp8((x[:0],), two)] == [0, 0, 48, 0]
@@ -1447,12 +1525,12 @@ def test_quantize_refuses_what_ptxas_gets_wrong():
 def two_layers(function, x, updates: list, scales, weights: list, grad) -> list[torch.Tensor]:
     """From the first layer's attention on: the stream after the second, and all gradients.
 
-    The first has one addend, or two; the second these two and its update.
+    The first has one summand, or two; the second these two and its update.
     """
     leaves = [t.detach().clone().requires_grad_() for t in (x, *updates, *weights, scales)]
     x, first, second, *weights, scales = leaves
-    addends = function((x, first), scales[0], *weights[:2])
-    out = add_up(function((*addends, second), scales[1], *weights[2:]))
+    summands = function((x, first), scales[0], *weights[:2])
+    out = add_up(function((*summands, second), scales[1], *weights[2:]))
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
 
 
@@ -1465,7 +1543,7 @@ def test_mlp_whose_input_is_normed_into_fp8(n):
     weights = [random(hidden, width, dtype=dtype) * size for size in (0.05, 0.1) * 2]
     grad *= torch.logspace(-6, 0, n, 2, device=DEVICE)[:, None]
     inputs = [x, [first, second], torch.tensor([[0.9, 1.2], [1.1, -0.8]], device=DEVICE), weights, grad]
-    exact = two_layers(lambda *args: mlp_twin(*mlp_input_twin(*args[:2]), *args[2:], False),
+    exact = two_layers(lambda *args: mlp_reference(*mlp_input_reference(*args[:2]), *args[2:], False),
                        *(double(t) if isinstance(t, list) else t.double() for t in inputs))
     two, one, again = (two_layers(lambda *args, enter=enter: mlp(*enter(*args[:2]), *args[2:], True, True), *inputs)
                        for enter in (mlp_input, mlp_input_fp8, mlp_input_fp8))
@@ -1501,9 +1579,9 @@ def test_attention_inputs_normed_into_fp8(count):
     """Two layers read one norm; as by way of the norm in bfloat16, but for v, whose gates see it in FP8."""
     dims = 16, 32
     tensors, grads = fp8_heads_inputs(112, 2, dims, True)
-    addends, results = [x * 3 for x in (tensors[0], tensors[0].flip(0))[:count]], []
+    summands, results = [x * 3 for x in (tensors[0], tensors[0].flip(0))[:count]], []
     for fork in (norm_fork, norm_fork_fp8):
-        leaves = [x.detach().clone().requires_grad_() for x in (*addends, tensors[1])]
+        leaves = [x.detach().clone().requires_grad_() for x in (*summands, tensors[1])]
         normed, x = fork(tuple(leaves[:count]))
         outs = [fp8_qkv_heads(normed, leaves[-1], scale, *tensors[3:], *dims, True) for scale in (tensors[2], 2 * tensors[2])]
         outs, wanted = [*outs[0], *outs[1], x], [*grads, *grads, x.detach()]
@@ -1575,7 +1653,7 @@ def test_a_residual_scale_of_zero_stays_finite():
 
 @pytest.mark.parametrize("count", [0, 3, 8])
 @pytest.mark.parametrize("into", [False, True])
-def test_scaled_linear_is_its_twin(count, into):
+def test_scaled_linear_is_its_reference(count, into):
     """Its formulas; and where x has other readers, a result none, or a gradient is expanded or another's."""
     dtype = torch.float32 if DEVICE == "cuda" else torch.float64         # of the kernels' arithmetic, or exact
     x, weight = (random(n, 8).to(dtype).requires_grad_() for n in (5, 20))
@@ -1617,8 +1695,8 @@ def test_residual_kernels_refuse_what_they_cannot_do():
     x, one, two, rows = random(6, 8), torch.ones((), device=DEVICE), torch.ones(2, device=DEVICE), random(6, 1, 8)
     scales = two[:, None]
     for name, call in (("x", lambda: mlp_input((x.T,), two)), ("x", lambda: norm_fork((x.double(),))),
-                       ("x", lambda: norm_fork((x[0],))), (r"addends\[1\]", lambda: mlp_input((x, x[:5]), two)),
-                       (r"addends\[2\]", lambda: norm_fork((x, x, x.double()))),
+                       ("x", lambda: norm_fork((x[0],))), (r"summands\[1\]", lambda: mlp_input((x, x[:5]), two)),
+                       (r"summands\[2\]", lambda: norm_fork((x, x, x.double()))),
                        ("scales", lambda: mlp_input((x, x), one)), ("scales", lambda: mlp_input((x, x), two.double())),
                        ("scales", lambda: shared_rows([rows], rows, scales)), ("rows", lambda: shared_rows([x], x, scales[:1])),
                        (r"grads\[1\]", lambda: shared_rows([rows, rows[:2]], rows, scales)),
@@ -1641,7 +1719,7 @@ def test_stress_finds_what_is_wrong(monkeypatch):
     faults = {"nothing": twin, "too far": lambda x, *a: 1.2 * twin(x, *a), "too large": lambda x, *a: 2 * twin(x, *a),
               "not finite": now_and_then, "not repeated": lambda x, *a: twin(x, *a) + 1e-3 * torch.randn_like(x)}
     for fault, function in faults.items():
-        monkeypatch.setattr(kernels.newton_schulz, "newton_schulz", function)
+        monkeypatch.setattr(kernels.optimizer.newton_schulz, "newton_schulz", function)
         found = stress.stress(bases, *stress.METHODS["AOL 4"], calls=4)
         assert found[fault] > 0 if fault in found else not any(found[name] for name in faults if name in found)
 

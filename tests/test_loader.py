@@ -57,7 +57,7 @@ def test_order_is_that_of_the_reference(config):
         for batch in plan.batches(index):
             tokens, targets, begins = next(expected)
             assert batch.tokens.tolist() == tokens and batch.targets.tolist() == targets
-            ends = batch.boundaries.tolist()
+            ends = batch.cu_seqlens.tolist()
             assert ends[:len(begins)] == begins and set(ends[len(begins):]) == {len(tokens)}
             assert np.diff(ends).max() <= batch.max_length
             size = len(tokens) * config.micro_batches
@@ -213,7 +213,7 @@ def test_validation_scores_every_token_once(config):
     for chunk in (256, 777, 4096):
         scored = []
         for batch in validation_batches(replace(config, val_chunk=chunk)):
-            assert len(batch.tokens) == chunk and np.diff(batch.boundaries).max() <= config.val_sequence_length
+            assert len(batch.tokens) == chunk and np.diff(batch.cu_seqlens).max() <= config.val_sequence_length
             scored.append(batch.targets[batch.targets >= 0])
         assert torch.cat(scored).tolist() == text[1:config.val_tokens + 1].tolist()
 

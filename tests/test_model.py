@@ -10,27 +10,30 @@ import torch
 import torch.nn.functional as F
 
 import train_gpt
-from kernels import fp8_linear, mlp, residual, residual_fp8
-from kernels.attention import ATTENTION, choose_attention, fit_tiles
-from kernels.embedding import embedding, embedding_twin, sort_rows
-from kernels.fp8_weights import fp8_weights_twin
-from kernels.linear import scaled_linear, scaled_linear_reference
-from kernels.qkv import qkv_heads, qkv_heads_twin
-from kernels.quantize import normed_scale, quantize_reference
-from kernels.residual import mlp_input_twin, norm_fork_twin
-from kernels.residual_fp8 import mlp_input_fp8, norm_fork_fp8
-from kernels.rotary import rotary_tables, rotate
-from kernels.smear import smear, smear_twin
+from kernels.attention.flash import ATTENTION, choose_attention, fit_tiles
+from kernels.attention.output import scaled_linear, scaled_linear_reference
+from kernels.attention.qkv import qkv_heads, qkv_heads_reference
+from kernels.attention.rotary import rotary_tables, rotate
+from kernels.embedding.rows import embedding, embedding_reference, sort_rows
+from kernels.embedding.smear import smear, smear_reference
+from kernels.fp8 import matmul as fp8_linear
+from kernels.fp8.formats import normed_scale
+from kernels.fp8.quantize import quantize_reference
+from kernels.fp8.weights import fp8_weights_reference
+from kernels.mlp import fp8_mlp as mlp
+from kernels.mlp import residual, residual_fp8
+from kernels.mlp.residual import mlp_input_reference, norm_fork_reference
+from kernels.mlp.residual_fp8 import mlp_input_fp8, norm_fork_fp8
 
 pytestmark = pytest.mark.usefixtures("large_tiles")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HERE = ["plain"] if DEVICE.type == "cpu" else sorted({"plain", "varlen", choose_attention("auto", DEVICE)[0]})
 
 
-def dense_attention(q, k, v, boundaries, window, scale):
+def dense_attention(q, k, v, cu_seqlens, window, scale):
     """All pairs of tokens, in float64."""
     n = len(q)
-    sequence = torch.tensor([sum(int(b) <= i for b in boundaries) for i in range(n)])
+    sequence = torch.tensor([sum(int(b) <= i for b in cu_seqlens) for i in range(n)])
     i, j = torch.arange(n)[:, None], torch.arange(n)[None]
     allowed = (j <= i) & (i - j <= window) & (sequence[i] == sequence[j])
     scores = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * scale
@@ -43,14 +46,14 @@ def dense_attention(q, k, v, boundaries, window, scale):
 def test_attention_backends_against_dense(backend, window, dims):
     torch.manual_seed(0)
     n, dtype = 1100, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
-    boundaries = torch.tensor([0, 3, 700, 701, 1000, n, n, n], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 3, 700, 701, 1000, n, n, n], dtype=torch.int32)
     q, k, v = (torch.randn(n, 2, dim, dtype=dtype).requires_grad_() for dim in (dims[0], *dims))
     q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
-    expected = dense_attention(q64, k64, v64, boundaries[:6], window, 0.1)
+    expected = dense_attention(q64, k64, v64, cu_seqlens[:6], window, 0.1)
     weight = torch.randn_like(expected)
     expected.backward(weight)
     on_device = [x.detach().to(DEVICE).requires_grad_() for x in (q, k, v)]
-    out = ATTENTION[backend](*on_device, boundaries.to(DEVICE), 697, window, 0.1)
+    out = ATTENTION[backend](*on_device, cu_seqlens.to(DEVICE), 697, window, 0.1)
     out.backward(weight.to(out))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
@@ -75,27 +78,27 @@ def test_attention_is_deterministic_where_torch_shall_be(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
     interface = SimpleNamespace(flash_attn_varlen_func=lambda q, k, v, **named: asked.append(named["deterministic"]) or q, interface=None)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", interface)
-    x, boundaries = torch.randn(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
+    x, cu_seqlens = torch.randn(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
     for on in (True, False):
         torch.use_deterministic_algorithms(on)
-        ATTENTION["flash4"](x, x, x, boundaries, 4, 2, 0.1)
+        ATTENTION["flash4"](x, x, x, cu_seqlens, 4, 2, 0.1)
     assert asked == [True, False]
 
 
 def test_torchs_attention_gets_queries_keys_and_values_of_one_width(monkeypatch):
     """With zeros that change no product: the gradients too are those of the narrow ones."""
-    def equal_widths(q, k, v, boundaries, *_, scale, window_size):
+    def equal_widths(q, k, v, cu_seqlens, *_, scale, window_size):
         assert q.shape == k.shape == v.shape
-        return ATTENTION["plain"](q, k, v, boundaries, 60, window_size[0], scale)
+        return ATTENTION["plain"](q, k, v, cu_seqlens, 60, window_size[0], scale)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", equal_widths)
     torch.manual_seed(0)
-    boundaries = torch.tensor([0, 40, 60], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 40, 60], dtype=torch.int32)
     for qk_dim, head_dim in ((8, 16), (16, 8), (16, 16)):
         leaves = [torch.randn(60, 2, dim, requires_grad=True) for dim in (qk_dim, qk_dim, head_dim)]
         results = []
         for backend in ("plain", "varlen"):
-            out = ATTENTION[backend](*leaves, boundaries, 60, 9, 0.1)
+            out = ATTENTION[backend](*leaves, cu_seqlens, 60, 9, 0.1)
             results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
         for plain, varlen in zip(*results):
             torch.testing.assert_close(varlen, plain)
@@ -103,12 +106,12 @@ def test_torchs_attention_gets_queries_keys_and_values_of_one_width(monkeypatch)
 
 def test_attention_never_looks_across_documents():
     torch.manual_seed(0)
-    boundaries = torch.tensor([0, 40, 90, 128], dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, 40, 90, 128], dtype=torch.int32)
     q, k, v = (torch.randn(128, 2, 16) for _ in range(3))
-    before = train_gpt.ATTENTION["plain"](q, k, v, boundaries, 64, 1000, 0.1)
+    before = train_gpt.ATTENTION["plain"](q, k, v, cu_seqlens, 64, 1000, 0.1)
     for x in (q, k, v):
         x[40:90] = torch.randn(50, 2, 16)
-    after = train_gpt.ATTENTION["plain"](q, k, v, boundaries, 64, 1000, 0.1)
+    after = train_gpt.ATTENTION["plain"](q, k, v, cu_seqlens, 64, 1000, 0.1)
     changed = (before != after).flatten(1).any(1)
     assert changed[40:90].all() and not changed[:40].any() and not changed[90:].any()
 
@@ -163,8 +166,8 @@ def test_model_is_causal(trainer, position):
 def test_documents_do_not_see_each_other(trainer):
     """Smear, n-grams, key offset and multi-token targets stop at a sequence's start as attention does."""
     awake(trainer.model)
-    batch = max(trainer.loader.batches(0), key=lambda batch: len(batch.boundaries.unique()))
-    starts = batch.boundaries.unique().tolist()
+    batch = max(trainer.loader.batches(0), key=lambda batch: len(batch.cu_seqlens.unique()))
+    starts = batch.cu_seqlens.unique().tolist()
     assert len(starts) > 3
     first, last = starts[1], starts[2]
     changed = batch.tokens.clone()
@@ -181,7 +184,7 @@ def test_key_offset_takes_the_position_free_half_from_the_token_before():
     is_start = torch.zeros(n, dtype=torch.bool)
     is_start[[0, 7]] = True
     qkv = F.linear(x, weight)
-    plain, offset = (qkv_heads_twin(qkv, cos, sin, is_start, None, None, None, qk_dim, head_dim, on)[1] for on in (False, True))
+    plain, offset = (qkv_heads_reference(qkv, cos, sin, is_start, None, None, None, qk_dim, head_dim, on)[1] for on in (False, True))
     half = qk_dim // 2
     assert torch.equal(plain[..., :half], offset[..., :half])
     for i in range(n):
@@ -212,7 +215,7 @@ def test_multi_token_loss_against_cross_entropy():
     is_start = torch.zeros(n, dtype=torch.bool)
     is_start[[0, 13, 14, 33]] = True
     weights = torch.tensor([1.0, 0.5, 0.25])
-    total, next_token = train_gpt.head_loss_twin(x, head, targets, is_start, weights, fp8=False)
+    total, next_token = train_gpt.head_loss_reference(x, head, targets, is_start, weights, fp8=False)
     logits = 23 * torch.sigmoid((x @ head.T + 5) / 7.5)
     sequence = is_start.cumsum(0)
     expected = [0.0, 0.0, 0.0]
@@ -256,7 +259,7 @@ def test_fp8_linear_is_near_the_plain_product_and_honours_the_gradient():
     weight = (torch.randn(96, 128) * 0.05).bfloat16().requires_grad_()
     gradient = torch.randn(64, 96).bfloat16() * 0.1
     results = []
-    for linear in (fp8_linear.linear_twin, fp8_linear.fp8_linear):
+    for linear in (fp8_linear.linear_reference, fp8_linear.fp8_linear):
         out = linear(x, weight)
         results.append([out, *torch.autograd.grad(out, (x, weight), gradient)])
     twice = torch.autograd.grad(fp8_linear.fp8_linear(x, weight), (x, weight), 2 * gradient)
@@ -279,9 +282,9 @@ def test_the_mlp_may_write_over_what_compiled_code_returned(monkeypatch):
         monkeypatch.setattr(mlp, name, getattr(mlp, f"{name}_reference"))
     torch.manual_seed(0)
     inputs = [torch.randn(n, 16, device=DEVICE) for n in (48, 64, 64)]
-    compiled = torch.compile(mlp_input_twin, backend="aot_eager", fullgraph=True)
-    expected = whole(mlp_input_twin, lambda *tensors: mlp.mlp_twin(*tensors, False))
-    for first in (compiled, mlp_input_twin, residual.mlp_input):
+    compiled = torch.compile(mlp_input_reference, backend="aot_eager", fullgraph=True)
+    expected = whole(mlp_input_reference, lambda *tensors: mlp.mlp_reference(*tensors, False))
+    for first in (compiled, mlp_input_reference, residual.mlp_input):
         found = whole(first, lambda *tensors: mlp.mlp(*tensors, False))
         for mine, wanted, bound in zip(found, expected, (1e-5, 1e-5, 1e-5, 1e-5, 1e-3), strict=True):    # the last, of the scales, cancels
             assert (mine - wanted).norm() <= bound * wanted.norm()       # single elements of gradients of 7e5 are right to 0.01
@@ -293,8 +296,8 @@ def test_rows_in_a_heads_values_keep_their_gradient_without_some_kernels(config,
     model, results = train_gpt.Trainer(replace(config, ngram_rows=512), train_gpt.World()).model, []
     awake(model)
     batch = train_gpt.to_device(train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)[0], DEVICE)
-    compiled = torch.compile(qkv_heads_twin, backend="aot_eager", fullgraph=True)
-    kernels = {qkv_heads_twin: qkv_heads if fused else compiled}
+    compiled = torch.compile(qkv_heads_reference, backend="aot_eager", fullgraph=True)
+    kernels = {qkv_heads_reference: qkv_heads if fused else compiled}
     twins = {twin: twin for twin in model.part}
     for parts in (twins, twins | kernels):
         model.part = parts
@@ -325,13 +328,13 @@ def test_the_mlp_is_told_whether_its_weights_gradients_are_fp8(config, fp8_weigh
     """And gets the same FP8 weights for all micro-batches of a step, new ones for the next."""
     trainer, told, made = train_gpt.Trainer(replace(config, fp8_weight_grads=fp8_weight_grads), train_gpt.World()), [], []
     trainer.model.fp8_mlp = True                                         # as on a GPU
-    monkeypatch.setattr(train_gpt, "fp8_weights", lambda weights: made.append(weights) or fp8_weights_twin(weights))
+    monkeypatch.setattr(train_gpt, "fp8_weights", lambda weights: made.append(weights) or fp8_weights_reference(weights))
 
     def record(residual, x, w_in, w_out, *fp8):
         told.append(fp8)
-        return mlp.mlp_twin(residual, x, w_in, w_out, False)
+        return mlp.mlp_reference(residual, x, w_in, w_out, False)
 
-    trainer.model.part[mlp.mlp_twin] = record
+    trainer.model.part[mlp.mlp_reference] = record
     layers = len(config.layers)
     for index in range(2):
         trainer.step(trainer.schedule.at(index), trainer.loader.batches(index))
@@ -359,7 +362,7 @@ def test_the_first_micro_batch_writes_what_the_others_add_to(config, fp8_weight_
     assert all(map(torch.equal, *results)) and results[0][layers].any()
 
 
-NORMED_IN_FP8 = {mlp.mlp_twin: mlp.mlp, mlp_input_twin: mlp_input_fp8, norm_fork_twin: norm_fork_fp8}
+NORMED_IN_FP8 = {mlp.mlp_reference: mlp.mlp, mlp_input_reference: mlp_input_fp8, norm_fork_reference: norm_fork_fp8}
 
 
 def norm_and_round(*arguments):
@@ -378,7 +381,7 @@ def test_a_model_without_norms_in_bf16_has_nearly_its_gradients(trainer, monkeyp
     batch, step = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE), trainer.schedule.at(0)
     model.fp8_mlp = model.fp8_attention = True                           # as on a GPU
     plain = model.part | train_gpt.KERNELS["fused_residual"] | train_gpt.KERNELS["fused_qkv"]
-    for parts in ({mlp.mlp_twin: mlp.mlp}, NORMED_IN_FP8):
+    for parts in ({mlp.mlp_reference: mlp.mlp}, NORMED_IN_FP8):
         model.part = plain | parts
         model.zero_grad(set_to_none=False)
         loss, _ = model(batch, step)
@@ -397,7 +400,7 @@ def test_what_fp8_products_alone_read_is_normed_into_fp8(config, off, wanted, mo
     monkeypatch.setattr(train_gpt, "compiled", lambda config, device, *functions: on_a_gpu(config, torch.device("cuda"), *functions))
     on = {"compile": False, "fp8_mlp": True, "fp8_attention": True}
     model = train_gpt.GPT(replace(config, **on | ({off: False} if off else {})), train_gpt.World())
-    assert (model.part[norm_fork_twin] is norm_fork_fp8, model.part[mlp_input_twin] is mlp_input_fp8) == wanted
+    assert (model.part[norm_fork_reference] is norm_fork_fp8, model.part[mlp_input_reference] is mlp_input_fp8) == wanted
 
 
 @pytest.mark.parametrize("setting", [None, "fp8", "fused_qkv", "fp8_attention"])
@@ -433,7 +436,7 @@ def test_fp8_attention_gives_the_model_nearly_its_gradients(trainer, changes, mo
 
 
 @pytest.mark.parametrize("setting", train_gpt.KERNELS)
-def test_a_kernel_that_is_switched_off_leaves_its_twin(config, setting, monkeypatch):
+def test_a_kernel_that_is_switched_off_leaves_its_reference(config, setting, monkeypatch):
     """And a device without CUDA runs twins whatever is on. Without the embedding's kernel no row is listed for the row update's."""
     monkeypatch.setattr(train_gpt, "has_mlp", lambda device: True)
     twins = [twin for pairs in train_gpt.KERNELS.values() for twin in pairs]
@@ -451,8 +454,8 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
     awake(model)
     step = trainer.schedule.at(0)
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
-    for lookup, count in ((embedding_twin, 0), (embedding, 1 + bool(model.ngrams))):
-        model.part = model.part | {embedding_twin: lookup}
+    for lookup, count in ((embedding_reference, 0), (embedding, 1 + bool(model.ngrams))):
+        model.part = model.part | {embedding_reference: lookup}
         with torch.no_grad():
             model(batch, step)
         assert not sorts
@@ -464,7 +467,7 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
         assert (kernel - twin).norm() < (1e-5 if DEVICE.type == "cpu" else 1e-2) * twin.norm()
 
 
-@pytest.mark.parametrize("twin, kernel", [(qkv_heads_twin, qkv_heads), (smear_twin, smear)])
+@pytest.mark.parametrize("twin, kernel", [(qkv_heads_reference, qkv_heads), (smear_reference, smear)])
 def test_a_kernel_gives_the_model_its_twins_gradients(trainer, twin, kernel):
     model, results = trainer.model, []
     awake(model)
@@ -496,7 +499,7 @@ def test_scaled_products_and_gates_by_their_columns_give_the_model_the_plain_gra
 
 
 def unsummed_mlp(residual, x, w_in, w_out, *_):
-    """As in FP8: two addends; without its rounding."""
+    """As in FP8: two summands; without its rounding."""
     return residual, F.relu(F.linear(x, w_in)).square() @ w_out
 
 
@@ -513,7 +516,7 @@ def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
     model, step = trainer.model, trainer.schedule.at(0)
     awake(model)
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
-    unsummed = {mlp.mlp_twin: unsummed_mlp}
+    unsummed = {mlp.mlp_reference: unsummed_mlp}
     plain, kernels = model.part, train_gpt.KERNELS["fused_residual"]
     for parts in ({}, kernels, unsummed, kernels | unsummed):
         model.part = plain | parts
@@ -526,7 +529,7 @@ def test_model_with_residual_kernels_is_that_with_their_twins(config, changes):
             assert (other - twin).norm() <= (1e-4 if DEVICE.type == "cpu" else 5e-2) * twin.norm(), name
 
 
-UNSUMMED = {mlp.mlp_twin: unsummed_mlp}
+UNSUMMED = {mlp.mlp_reference: unsummed_mlp}
 
 
 @pytest.mark.parametrize("parts, kernels", [({}, False), ({}, True), (UNSUMMED, False), (UNSUMMED, True), (NORMED_IN_FP8, True)],
@@ -623,7 +626,7 @@ def test_flops_grow_with_the_window(trainer):
     assert flops(trainer.schedule.at(5)) > flops(trainer.schedule.at(0)) > flops(trainer.schedule.at(0), 256) > 0
 
 
-@pytest.mark.parametrize("lookup", [embedding_twin, embedding])
+@pytest.mark.parametrize("lookup", [embedding_reference, embedding])
 def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax(config, lookup):
     """With the gradients of the head, which is the embedding too here, and with targets that are not scored."""
     results = []
@@ -631,7 +634,7 @@ def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax(config, lookup):
         trainer = train_gpt.Trainer(replace(config, softmax_samples=samples), train_gpt.World())
         model, step = trainer.model, trainer.schedule.at(0)
         awake(model)
-        model.part = model.part | {embedding_twin: lookup}
+        model.part = model.part | {embedding_reference: lookup}
         batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
         assert step.tied and len(batch.columns) == (320 if samples else 0)
         batch.targets[[3, 70]] = -1
@@ -643,11 +646,11 @@ def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax(config, lookup):
         torch.testing.assert_close(sampled, full, atol=tolerance * full.abs().max().item(), rtol=tolerance)
 
 
-@pytest.mark.parametrize("lookup", [embedding_twin, embedding])
+@pytest.mark.parametrize("lookup", [embedding_reference, embedding])
 def test_sampled_softmax_has_gradients_for_its_rows_alone(config, lookup):
     trainer = train_gpt.Trainer(replace(config, softmax_samples=64), train_gpt.World())
     model, step = trainer.model, trainer.schedule.at(0)._replace(tied=False)
-    model.part = model.part | {embedding_twin: lookup}
+    model.part = model.part | {embedding_reference: lookup}
     batch = train_gpt.to_device(trainer.loader.batches(0)[0], DEVICE)
     assert len(batch.columns) == 256
     model(batch, step)[0].backward()

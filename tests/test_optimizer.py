@@ -9,12 +9,12 @@ import torch
 from conftest import ROOT, TINY, environment
 
 import train_gpt
-from kernels.master_weight import master_weight, store_master_weight
-from kernels.coefficients import polar_express
-from kernels.newton_schulz import newton_schulz_reference
-from kernels.row_adam import row_adam_twin
-from kernels.row_gradients import RowGradients
-
+from kernels.ngrams.row_gradients import RowGradients
+from kernels.optimizer import master_weight
+from kernels.optimizer.coefficients import polar_express
+from kernels.optimizer.master_weight import store_master_weight
+from kernels.optimizer.newton_schulz import newton_schulz_reference
+from kernels.optimizer.row_adam import row_adam_reference
 
 PLAIN = {f: f for f in (train_gpt.nesterov_momentum, newton_schulz_reference, train_gpt.neuron_update, train_gpt.adam_update)}
 
@@ -132,7 +132,7 @@ def test_bf16_weights_follow_float32_exactly(config):
         narrow.grad.copy_(g)
         with torch.no_grad():
             shard.update(PLAIN, torch.tensor(True), torch.tensor(0.7), torch.tensor(0.9))
-    assert torch.equal(master_weight(shard.weight, shard.lost_bits)[:50], wide.detach())
+    assert torch.equal(master_weight(shard.weight, shard.mantissa_bits)[:50], wide.detach())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -221,7 +221,7 @@ def test_overlapped_collectives_change_no_bit(ranks_results, ranks):
 
 def test_check_of_ranks_finds_a_difference(trainer, monkeypatch):
     trainer.optimizer.check_ranks()
-    monkeypatch.setattr(train_gpt.World, "of_rank_0", lambda self, x: x + (x.numel() > 1000))
+    monkeypatch.setattr(train_gpt.World, "broadcast", lambda self, x: x + (x.numel() > 1000))
     with pytest.raises(train_gpt.UserError, match="bytes of the weights of group 'attention' differ from rank 0's"):
         trainer.optimizer.check_ranks()
 
@@ -240,7 +240,7 @@ def test_exchanges_follow_the_layers(trainer, tied, adam):
 
 
 def everything(trainer) -> list[torch.Tensor]:
-    return [x for shard in trainer.optimizer.shards.values() for x in state_of(shard)] + [trainer.optimizer.healthy.clone()]
+    return [x for shard in trainer.optimizer.shards.values() for x in state_of(shard)] + [trainer.optimizer.finite.clone()]
 
 
 def state_of(shard) -> list[torch.Tensor]:
@@ -304,9 +304,9 @@ def test_adam_takes_the_gradients_of_two_steps(trainer):
 def test_the_row_update_takes_the_rows_of_two_steps(config, monkeypatch):
     """As its twin does, which looks at the gradients of all; and after a warm-up that ends between listing and updating the same to the bit."""
     config, results, plain = replace(config, micro_batches=2, batch_tokens=(256, 256, 256)), [], train_gpt.compiled
-    kernels = {train_gpt.embedding_twin: train_gpt.embedding} | train_gpt.KERNELS["fused_row_update"]
+    kernels = {train_gpt.embedding_reference: train_gpt.embedding} | train_gpt.KERNELS["fused_row_update"]
     for by_row, warm in ((False, False), (True, False), (True, True)):
-        replaced = kernels if by_row else {row_adam_twin: row_adam_twin}
+        replaced = kernels if by_row else {row_adam_reference: row_adam_reference}
         monkeypatch.setattr(train_gpt, "compiled", lambda *args: {f: replaced.get(f, g) for f, g in plain(*args).items()})
         trainer = train_gpt.Trainer(config, train_gpt.World())
         shard, snapshot = trainer.optimizer.shards["n-gram table"], trainer.optimizer.snapshot()
@@ -343,7 +343,7 @@ def test_a_non_finite_loss_changes_no_weight(trainer):
         (p.row_gradients.grads if p.grad is None else p.grad).fill_(torch.nan)
     for loss in (torch.tensor(torch.nan), torch.tensor(1.0)):            # the steps that are already under way as well
         trainer.optimizer.begin(step)
-        trainer.optimizer.judge(loss)
+        trainer.optimizer.check_finite(loss)
         trainer.optimizer.step(step)
         assert [n for n, p, q in zip(names, trainer.model.parameters(), before) if not torch.equal(p, q)] == []
 

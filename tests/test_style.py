@@ -13,7 +13,7 @@ def test_the_program_is_read_in_an_evening():
     assert len((ROOT / "train_gpt.py").read_text().splitlines()) <= 1200
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.py")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
 def test_kernel_files_are_small(path):
     assert len(path.read_text().splitlines()) <= 250
 

@@ -1,0 +1,75 @@
+"""Save what Newton-Schulz is given in a training run, Nesterov momentum in the model's dtype, at a few steps.
+
+    python -m kernels.lab.record_momentum --out momentum.pt --at 1,10,100,500 --preset corpus --steps 500 --micro_batches 1 \\
+        --batch_tokens 32768,32768,32768
+
+Trains on one device with train_gpt.py's settings until the last of these steps, and keeps eight matrices spread over the depth:
+four of the square ones, Q, K, V and O of different layers, and four of the MLPs'. The file holds {"matrices": {name:
+{step: tensor}}, "losses": [a step]}; kernels.lab.polar_error and kernels.lab.stress read it.
+"""
+import argparse
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import train_gpt
+from kernels.optimizer.newton_schulz import newton_schulz_reference
+
+Matrices = dict[str, dict[int, Tensor]]
+
+
+def chosen(count: int, kinds: list[str]) -> dict[int, str]:
+    """Four of `count` matrices that stand kind by kind in every layer: index -> name, at four depths."""
+    layers = count // len(kinds)
+    depths = [round(i * (layers - 1) / 3) for i in range(4)]
+    return {layer * len(kinds) + i % len(kinds): f"{kinds[i % len(kinds)]} {layer}" for i, layer in enumerate(depths)}
+
+
+def recording(orthogonalise: Callable, matrices: Matrices, step: int, layers: int) -> Callable:
+    """`orthogonalise` that keeps copies of the chosen matrices it is given, under the number of the step."""
+    def record(x: Tensor, *arguments) -> Tensor:
+        square = x.shape[-2] == x.shape[-1]
+        squares = len(x) // layers                          # of Q and K two, but if they are narrower or wider than V
+        attention = [*(["Q", "K"] if squares == 4 else ["QK"] * (squares - 2)), "V", "O"]
+        for index, name in chosen(len(x), attention if square else ["MLP-in", "MLP-out"]).items():
+            matrices.setdefault(name, {})[step] = x[index].to("cpu", copy=True)
+        return orthogonalise(x, *arguments)
+    return record
+
+
+def capture(config: train_gpt.Config, at: list[int]) -> tuple[Matrices, list[float]]:
+    """The chosen matrices at these steps (counted from 1) of a run on one device, and the losses of all steps up to the last."""
+    trainer = train_gpt.Trainer(config, train_gpt.World())
+    part, matrices, losses = trainer.optimizer.part, {}, []
+    orthogonalise = part[newton_schulz_reference]
+    steps = [trainer.schedule.at(index) for index in range(max(at))]
+    for step, batches in zip(steps, trainer.loader.prefetch(range(max(at)))):
+        number = step.index + 1
+        part[newton_schulz_reference] = recording(orthogonalise, matrices, number, len(config.layers)) if number in at else orthogonalise
+        losses.append(trainer.step(step, batches))
+    return matrices, torch.stack(losses).tolist()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--out", default="momentum.pt")
+    parser.add_argument("--at", default="1,10,100,500", help="steps, counted from 1")
+    options, settings = parser.parse_known_args(argv)
+    try:
+        config = train_gpt.parse_config(settings)
+        at = [int(step) for step in options.at.split(",")]
+        if not 0 < min(at) <= max(at) <= config.steps + config.extra_steps:
+            raise train_gpt.UserError(f"--at {options.at}: steps are 1 ... {config.steps + config.extra_steps}; raise --steps")
+        matrices, losses = capture(config, at)
+    except (train_gpt.UserError, train_gpt.ShardError) as error:
+        sys.exit(f"kernels.lab.record_momentum: {error}")
+    torch.save({"matrices": matrices, "losses": losses}, options.out)
+    print(f"{len(matrices)} matrices at steps {options.at} in {options.out}: {', '.join(matrices)}")
+    print("losses " + ", ".join(f"step {step}: {losses[step - 1]:.4f}" for step in at))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
