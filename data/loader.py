@@ -1,103 +1,132 @@
 """Batches: which sequences of the shards each step trains on, planned before the run, and the validation text in chunks."""
 import math
 from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Collection, Iterable, Iterator, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from data.packing import ShardedText, cut_documents, pack, sample_columns
+from data.packing import ShardedText, cut_documents, pack, round_up, sample_candidates
 from data.shards import ShardError, document_starts, open_shard, shards_in
 
-if TYPE_CHECKING:
-    from train_gpt import Config, Schedule, Step, World
-
-AHEAD = 4           # steps whose batches are made before they are taken
+AHEAD = 4           # steps whose batches are made before they are asked for
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
 
 
+@dataclass(frozen=True)
+class TextSettings:
+    """What the loader needs to know beside the shapes of the steps. Messages name these as the settings of a run."""
+    folder: str                 # of token shards (--data_path)
+    vocab_size: int             # ids in a shard are below it
+    padded_vocab: int           # rows of the head: candidates of a sampled softmax are below it
+    document_start: int         # the id that begins every document
+    epochs: int                 # how often a token may be seen
+    keep_tails: bool            # train on what a cut document leaves over, as sequences of their own
+    micro_batches: int          # in how many parts the batch of a step is packed, on any number of ranks
+    softmax_samples: int        # tokens that a sampled softmax draws beside the targets
+    seed: int                   # of that draw; nothing else here depends on it
+
+
+class StepShape(NamedTuple):
+    """What the loader needs to know of a step."""
+    tokens: int                 # of the whole step, over all ranks
+    sequence_length: int        # at which documents are cut
+    sampled: bool               # whether its micro-batches need candidates for a sampled softmax
+
+
 class Batch(NamedTuple):
-    """Sequences packed end to end. `cu_seqlens` has a fixed length; entries past the last sequence repeat `tokens`' length."""
+    """Sequences packed end to end. All but `max_length` are tensors."""
     tokens: Tensor          # (n,) int32
     targets: Tensor         # (n,) int32: the next token; -1 is not scored
-    cu_seqlens: Tensor      # (sequences + 1,) int32: where each sequence starts, then n
-    columns: Tensor         # (k,) int32, ascending: tokens whose logits are computed, all targets among them; (0,): all tokens
-    max_length: int         # no sequence is longer. All before it are tensors
+    cu_seqlens: Tensor      # (most sequences + 1,) int32: where each sequence starts; all entries after the last are n
+    candidates: Tensor      # (k,) int32, ascending: tokens whose logits are computed, all targets among them; (0,): all
+    max_length: int         # no sequence is longer
 
 
-Span = tuple[int, int, int, int]            # a shard, the first and the end of consecutive sequences of it, how much of the first is gone
-Sequence = tuple[np.ndarray, int, int]      # a shard's tokens, where in them it starts, its length
+# Consecutive sequences of a shard: its number, the first, the end, and how many tokens of the first are gone already.
+Span = tuple[int, int, int, int]
+Sequence = tuple[np.ndarray, int, int]      # a shard's tokens, where in them the sequence starts, its length
 
 
 class Loader:
     """Training batches as a function of the step's number alone: the same on any number of ranks and for any timing.
 
-    Sequences begin where documents do, are cut to the step's length and packed end to end into micro-batches of fixed size,
-    in the order of the shards; the last one of a micro-batch is cut to fit, and what it leaves over is dropped or, with
-    `keep_tails`, begins the next one, so that no token is lost. The whole plan, which sequences go where, is made
-    before the run: so too little data is an error then, the number of sequences in a batch has an exact bound, and the
-    position in the data needs no saving. Only which tokens a sampled softmax draws (`columns`) depends on the seed as well.
+    Sequences begin where documents do, are cut to the step's length and packed end to end into micro-batches of fixed
+    size, in the order of the shards. The last sequence of a micro-batch is cut to fit. What it leaves over is dropped or,
+    with `keep_tails`, begins the next micro-batch, so that no token is lost. The whole plan, which sequences go where, is
+    made before the run. So too little data is an error then, the number of sequences in a batch has an exact bound, and
+    the position in the data needs no saving. Only the sample of a sampled softmax depends on the seed as well.
     """
 
-    def __init__(self, config: "Config", schedule: "Schedule", world: "World"):
-        self.config, self.schedule, self.world = config, schedule, world
-        self.text = ShardedText(shards_in(config.data_path, "train"), config.vocab_size, config.document_start, config.keep_tails)
+    def __init__(self, settings: TextSettings, shapes: Seq[StepShape], rank: int, ranks: int, device: torch.device):
+        """`shapes`: of every step of the run. Raises ShardError where the shards are bad or last for fewer steps."""
+        self.settings, self.shapes, self.rank, self.ranks, self.device = settings, shapes, rank, ranks, device
+        self.text = ShardedText(shards_in(settings.folder, "train"), settings.vocab_size, settings.document_start,
+                                settings.keep_tails)
         self.plan = [list(step) for step in self.make_plan()]
-        self.most: dict[int, int] = {}                                   # sequences in a micro-batch, by batch size
-        for step, micro_batches in zip(schedule, self.plan):
+        self.most: dict[int, int] = {}                      # sequences in a micro-batch, by tokens of the step
+        for shape, micro_batches in zip(shapes, self.plan):
             counts = (sum(last - first for _, first, last, _ in spans) for spans in micro_batches)
-            self.most[step.batch_tokens] = max(self.most.get(step.batch_tokens, 0), *counts)
-        self.columns = self.count_columns()                              # of a micro-batch, by batch size
+            self.most[shape.tokens] = max(self.most.get(shape.tokens, 0), *counts)
+        self.candidates = self.count_candidates()           # of a micro-batch, by tokens of the step
 
-    def sequences(self, spans: list[Span], step: "Step") -> Iterator[Sequence]:
+    def sequences(self, spans: list[Span], cut: int) -> Iterator[Sequence]:
+        """The sequences of a micro-batch, whose documents are cut at `cut` tokens."""
         for shard, first, last, gone in spans:
-            starts, before = self.text.sequences(shard, step.sequence_length)
-            tokens = np.asarray(self.text.tokens(shard))                 # slices of a memory map cost more
+            starts, before = self.text.sequences(shard, cut)
+            tokens = np.asarray(self.text.tokens(shard))    # an array, because slices of a memory map cost more
             for start, length in zip(starts[first:last].tolist(), np.diff(before[first:last + 1]).tolist()):
                 yield tokens, start + gone, length - gone
                 gone = 0
 
-    def count_columns(self) -> dict[int, int]:
-        """How many columns hold every micro-batch's targets and the sample, by batch size.
+    def count_candidates(self) -> dict[int, int]:
+        """How many candidates hold the targets of every micro-batch and the sample, by tokens of the step.
 
-        So a stage's shapes are fixed. What is cut off the last sequence counts as well. 190 M tokens take about half a second.
+        One number for a whole stage keeps its shapes fixed. The targets of what is cut off the last sequence count as
+        well. 190 M tokens take about half a second.
         """
-        columns: dict[int, int] = {}
-        for step, micro_batches in zip(self.schedule, self.plan):
-            for spans in micro_batches if step.sampled else ():
-                different = np.zeros(self.config.padded_vocab, bool)
-                different[self.config.document_start] = True             # the target of a shard's last token
-                following = [text[start + 1:start + 1 + length] for text, start, length in self.sequences(spans, step)]
+        settings, candidates = self.settings, {}
+        for shape, micro_batches in zip(self.shapes, self.plan):
+            for spans in micro_batches if shape.sampled else ():
+                different = np.zeros(settings.padded_vocab, bool)
+                different[settings.document_start] = True           # the target of a shard's last token
+                sequences = self.sequences(spans, shape.sequence_length)
+                following = [text[start + 1:start + 1 + length] for text, start, length in sequences]
                 different[np.concatenate(following, dtype=np.intp)] = True
-                wanted = int(np.count_nonzero(different)) + self.config.softmax_samples
-                wanted = min(wanted + -wanted % 256, self.config.padded_vocab)
-                columns[step.batch_tokens] = max(columns.get(step.batch_tokens, 0), wanted)
-        return columns
+                wanted = round_up(int(np.count_nonzero(different)) + settings.softmax_samples, 256)
+                wanted = min(wanted, settings.padded_vocab)
+                candidates[shape.tokens] = max(candidates.get(shape.tokens, 0), wanted)
+        return candidates
 
-    def columns_of(self, step: "Step") -> int | None:
-        """How many tokens' logits this step computes; None: all."""
-        return self.columns.get(step.batch_tokens) if step.sampled else None
+    def candidates_of(self, shape: StepShape) -> int | None:
+        """For how many tokens a micro-batch of this step computes logits; None: for all."""
+        return self.candidates.get(shape.tokens) if shape.sampled else None
 
     def make_plan(self) -> Iterator[list[list[Span]]]:
-        shard, position, epoch, keep = 0, 0, 0, self.config.keep_tails
-        for step in self.schedule:
+        """The spans of each micro-batch of each step, in order; ShardError where the text ends before the steps do."""
+        shard, position, epoch, keep = 0, 0, 0, self.settings.keep_tails
+        for index, shape in enumerate(self.shapes):
             micro_batches = []
-            for _ in range(self.config.micro_batches):
-                spans, missing = [], step.batch_tokens // self.config.micro_batches
+            for _ in range(self.settings.micro_batches):
+                spans, missing = [], shape.tokens // self.settings.micro_batches
                 while missing > 0:
-                    starts, before = self.text.sequences(shard, step.sequence_length)
+                    starts, before = self.text.sequences(shard, shape.sequence_length)
                     first = int(np.searchsorted(starts, position))
-                    # In the middle of a sequence: of the one that the last micro-batch cut, or a stage with another length did.
+                    # The position may lie inside a sequence: of one that the last micro-batch cut, or of one that
+                    # another stage cut at another length.
                     if keep and first and position < starts[first - 1] + before[first] - before[first - 1]:
                         first -= 1
                     if first == len(starts):
                         shard, position = (shard + 1) % len(self.text), 0
                         epoch += shard == 0
-                        if epoch == self.config.epochs:
-                            raise ShardError(self.too_few(step))
+                        if epoch == self.settings.epochs:
+                            raise ShardError(self.too_few(index))
                         continue
                     gone = max(position - int(starts[first]), 0)
                     last = min(int(np.searchsorted(before, before[first] + gone + missing)), len(starts))
@@ -108,47 +137,51 @@ class Loader:
                     spans.append((shard, first, last, gone))
                 micro_batches.append(spans)
             yield micro_batches
-        self.epochs = epoch + (shard + position / len(self.text.tokens(shard))) / len(self.text)    # that the plan takes
+        # How many epochs the whole plan takes, in shards read of all shards.
+        self.epochs = epoch + (shard + position / len(self.text.tokens(shard))) / len(self.text)
 
-    def too_few(self, step: "Step") -> str:
-        total, wanted = sum(len(self.text.tokens(i)) for i in range(len(self.text))), [s.batch_tokens for s in self.schedule]
-        lasted, steps = sum(wanted[:step.index]) or total * self.config.epochs, self.config.steps
-        fewer = int(steps * (lasted - sum(wanted[steps:])) / sum(wanted[:steps]))
-        return (f"{self.config.data_path}: {len(self.text)} training shards with {total:,} tokens last for {step.index} of "
+    def too_few(self, index: int) -> str:
+        """The message where the text ends in the step `index`."""
+        total, wanted = sum(len(self.text.tokens(i)) for i in range(len(self.text))), [s.tokens for s in self.shapes]
+        lasted = sum(wanted[:index]) or total * self.settings.epochs
+        return (f"{self.settings.folder}: {len(self.text)} training shards with {total:,} tokens last for {index} of "
                 f"{len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set --epochs "
-                f"{math.ceil(self.config.epochs * sum(wanted) / lasted)} or about --steps {max(fewer, len(self.config.batch_tokens))}")
+                f"{math.ceil(self.settings.epochs * sum(wanted) / lasted)} or lower --steps to about "
+                f"{min(lasted / sum(wanted), 1):.0%} of what it is")
 
     def batches(self, index: int) -> list[Batch]:
         """This rank's micro-batches of a step, on the host."""
-        step, share = self.schedule.at(index), self.config.micro_batches // self.world.size
-        n = step.batch_tokens // self.config.micro_batches
+        shape, settings = self.shapes[index], self.settings
+        n, on_each = shape.tokens // settings.micro_batches, settings.micro_batches // self.ranks
         batches = []
-        for i in range(self.world.rank * share, (self.world.rank + 1) * share):
-            sequences = self.sequences(self.plan[index][i], step)
-            batch = make_batch(sequences, n, self.most[step.batch_tokens], step.sequence_length, self.config)
-            if count := self.columns_of(step):
-                generator = np.random.default_rng([self.config.seed % 2**32, index, i])
-                columns = sample_columns(batch.targets.numpy(), count, self.config.padded_vocab, generator)
-                batch = batch._replace(columns=torch.from_numpy(columns))
+        for i in range(self.rank * on_each, (self.rank + 1) * on_each):
+            sequences = self.sequences(self.plan[index][i], shape.sequence_length)
+            batch = make_batch(sequences, n, self.most[shape.tokens], shape.sequence_length, settings.document_start)
+            if count := self.candidates_of(shape):
+                generator = np.random.default_rng([settings.seed % 2**32, index, i])
+                candidates = sample_candidates(batch.targets.numpy(), count, settings.padded_vocab, generator)
+                batch = batch._replace(candidates=torch.from_numpy(candidates))
             batches.append(batch)
         return batches
 
     def prefetch(self, indices: Collection[int]) -> Iterator[list[Batch]]:
         """The batches of these steps, made a few ahead by a thread that also brings them to a GPU.
 
-        What a batch lies in is written over a few steps later, behind all that was launched before the next one was asked for.
+        The memory of a batch is written over a few steps later, after all work that was launched before the next batch
+        was asked for.
         """
-        device, rooms = self.world.device, []
+        device, rooms = self.device, []
         if device.type == "cuda":
-            batch, share = max(self.config.batch_tokens), self.config.micro_batches // self.world.size
-            largest = 2 * batch // self.world.size + share * (max(self.most.values()) + 1 + self.config.padded_vocab + 4 * ALIGNED)
+            tokens, on_each = max(shape.tokens for shape in self.shapes), self.settings.micro_batches // self.ranks
+            others = max(self.most.values()) + 1 + self.settings.padded_vocab + 4 * ALIGNED      # of a micro-batch
+            largest = 2 * tokens // self.ranks + on_each * others
             rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], torch.cuda.Stream(device)
 
         def make(index: int, room: Room | None) -> list[Batch]:
             batches = self.batches(index)
             return room.bring(batches, stream) if room else batches
 
-        def taken() -> Iterator[list[Batch]]:
+        def deliver() -> Iterator[list[Batch]]:
             rest, in_turn, ahead = iter(indices), cycle(rooms or [None]), deque()
             with ThreadPoolExecutor(1) as thread:
                 while True:
@@ -163,23 +196,23 @@ class Loader:
                     yield batches
                     if room:
                         room.left.record()
-        return taken()
+        return deliver()
 
 
 class Room:
-    """For the batches of one step, as one tensor each in pinned memory and on a GPU."""
+    """Memory for the batches of one step, as one tensor in pinned memory and one on a GPU."""
 
     def __init__(self, size: int, device: torch.device):
         self.here = torch.empty(size, dtype=torch.int32, pin_memory=True)
         self.there = torch.empty(size, dtype=torch.int32, device=device)
-        self.ready, self.left = torch.cuda.Event(), torch.cuda.Event()   # the copy has arrived; nobody reads it any more
+        self.ready, self.left = torch.cuda.Event(), torch.cuda.Event()      # the copy has arrived; its last reader ended
 
     def bring(self, batches: list[Batch], stream: torch.cuda.Stream) -> list[Batch]:
-        """Copy them to the GPU, in one piece, on `stream`; they are there once `ready` is."""
+        """Copy them to the GPU in one piece, on `stream`; they are there once `ready` is."""
         tensors = [x for batch in batches for x in batch[:-1]]
-        sizes = [x.numel() + -x.numel() % ALIGNED for x in tensors]
+        sizes = [round_up(x.numel(), ALIGNED) for x in tensors]
         total = sum(sizes)
-        self.ready.synchronize()                                         # what was here before has left
+        self.ready.synchronize()                            # the copy of what this memory held before has ended
         for piece, x in zip(self.here[:total].split(sizes), tensors):
             piece[:x.numel()].copy_(x)
         with torch.cuda.stream(stream):
@@ -190,36 +223,39 @@ class Room:
         return [Batch(*(next(arrived) for _ in batch[:-1]), batch.max_length) for batch in batches]
 
 
-def make_batch(sequences: Iterable[Sequence], n: int, most: int, longest: int, config: "Config") -> Batch:
-    arrays = pack(sequences, n, most, longest, config.document_start)
+def make_batch(sequences: Iterable[Sequence], n: int, most: int, longest: int, document_start: int) -> Batch:
+    """A batch of n tokens without candidates; see `pack`."""
+    arrays = pack(sequences, n, most, longest, document_start)
     return Batch(*map(torch.from_numpy, arrays), torch.empty(0, dtype=torch.int32), longest)
 
 
 def to_device(batch: Batch, device: torch.device, copy: bool = False) -> Batch:
-    """`copy`: also of what is there already."""
+    """The batch on `device`. With `copy`, tensors that are there already are copied as well."""
     return Batch(*(x.to(device, non_blocking=True, copy=copy) for x in batch[:-1]), batch.max_length)
 
 
-def validation_batches(config: "Config", multiple: int = 1) -> list[Batch]:
-    """The scored stream in chunks: every token after the first is a target once.
+def validation_batches(settings: TextSettings, tokens: int, chunk: int, sequence_length: int,
+                       multiple: int = 1) -> list[Batch]:
+    """The first `tokens` of the validation stream in chunks of `chunk`: every token after the first is a target once.
 
-    Its sequences are the documents, in pieces of `val_sequence_length` if longer, whatever the chunk; a chunk holds whole
-    sequences and is filled up with tokens that are not scored. Empty chunks make their number a `multiple`.
+    The sequences are the documents, in pieces of `sequence_length` if longer, whatever the chunk. A chunk holds whole
+    sequences and is filled up with tokens that are not scored. Empty chunks make the number of chunks a `multiple`.
     """
-    paths, total = shards_in(config.data_path, "val"), config.val_tokens
-    text = np.concatenate([np.zeros(0, np.uint16), *(open_shard(p, config.vocab_size)[:total + 1] for p in paths)])[:total + 1]
-    if len(text) <= total:
-        raise ShardError(f"{config.data_path}: {len(text):,} validation tokens, --val_tokens {total} needs one more than it scores; "
-                        f"add shards or set --val_tokens {len(text) - 1}")
-    starts = np.union1d([0], document_starts(text[:total], config.document_start))
-    starts, ends = cut_documents(starts, total, config.val_sequence_length, keep_tails=True)
-    chunks, filled = [], config.val_chunk
+    paths = shards_in(settings.folder, "val")
+    pieces = (open_shard(path, settings.vocab_size)[:tokens + 1] for path in paths)
+    text = np.concatenate([np.zeros(0, np.uint16), *pieces])[:tokens + 1]
+    if len(text) <= tokens:
+        raise ShardError(f"{settings.folder}: {len(text):,} validation tokens, --val_tokens {tokens} needs one more than "
+                         f"it scores; add shards or set --val_tokens {len(text) - 1}")
+    starts = np.union1d([0], document_starts(text[:tokens], settings.document_start))
+    starts, ends = cut_documents(starts, tokens, sequence_length, keep_tails=True)
+    chunks, filled = [], chunk
     for start, length in zip(starts.tolist(), (ends - starts).tolist()):
-        if filled + length > config.val_chunk:
+        if filled + length > chunk:
             chunks.append([])
             filled = 0
         chunks[-1].append((text, start, length))
         filled += length
-    chunks += [[]] * (-len(chunks) % multiple)                           # ranks score in step: they read each other's tables
-    most = max(map(len, chunks)) + -(-config.val_chunk // config.val_sequence_length)      # with what fills a chunk up
-    return [make_batch(chunk, config.val_chunk, most, config.val_sequence_length, config) for chunk in chunks]
+    chunks += [[]] * (-len(chunks) % multiple)      # ranks score in step, because they look up rows for each other
+    most = max(map(len, chunks)) + math.ceil(chunk / sequence_length)       # with what fills a chunk up
+    return [make_batch(each, chunk, most, sequence_length, settings.document_start) for each in chunks]

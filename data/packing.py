@@ -7,6 +7,11 @@ import numpy as np
 from data.shards import ShardError, document_starts, open_shard
 
 
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is not below n."""
+    return n + -n % multiple
+
+
 def cut_documents(starts: np.ndarray, end: int, cut: int, keep_tails: bool) -> tuple[np.ndarray, np.ndarray]:
     """Starts and ends of the sequences of documents that begin at `starts`, the last of which ends at `end`.
 
@@ -25,9 +30,9 @@ def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, lo
          document_start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sequences (text, start, length) end to end as tokens (n,), targets (n,) and cu_seqlens (most + 1,), all int32.
 
-    A target is the token that follows in the text; after a text's last token, the start of a document. The last sequence is
-    cut to fit. Places left over become sequences of at most `longest` tokens with targets -1: not scored. Boundaries hold
-    where each sequence starts; those after the last are n.
+    A target is the token that follows in the text; after a text's last token it is the start of a document. The last
+    sequence is cut to fit. Places left over become sequences of at most `longest` tokens with targets -1, which are not
+    scored. `cu_seqlens` holds where each sequence starts; its entries after the last sequence are n.
     """
     tokens, targets = np.zeros(n, np.int32), np.full(n, -1, np.int32)
     cu_seqlens = [0]
@@ -42,27 +47,33 @@ def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, lo
     while cu_seqlens[-1] < n:
         cu_seqlens.append(min(cu_seqlens[-1] + longest, n))
     if len(cu_seqlens) > most + 1:
-        raise ValueError(f"{len(cu_seqlens) - 1} sequences in a batch that may hold {most}; the bound must count every batch")
+        raise ValueError(f"{len(cu_seqlens) - 1} sequences in a batch that may hold {most}; "
+                         "the bound must count every batch")
     return tokens, targets, np.array(cu_seqlens + [n] * (most + 1 - len(cu_seqlens)), np.int32)
 
 
-def sample_columns(targets: np.ndarray, count: int, vocabulary: int, generator: np.random.Generator) -> np.ndarray:
+def sample_candidates(targets: np.ndarray, count: int, vocabulary: int, generator: np.random.Generator) -> np.ndarray:
     """`count` tokens, ascending, int32: the targets (n,), without -1, and a uniform sample of the rest."""
     chosen = np.zeros(vocabulary, bool)
     chosen[targets[targets >= 0]] = True
     others = np.flatnonzero(~chosen)
     missing = count - (vocabulary - len(others))
     if missing < 0:
-        raise ValueError(f"{count - missing} different targets in a batch with {count} columns; the bound must count every batch")
+        raise ValueError(f"{count - missing} different targets in a batch with {count} candidates; "
+                         "the bound must count every batch")
     chosen[generator.choice(others, missing, replace=False, shuffle=False)] = True
     return np.flatnonzero(chosen).astype(np.int32)
 
 
 class ShardedText:
-    """The text of some shards, by number: its tokens, and the sequences that its documents are cut into. Read when first used."""
+    """The text of some shards by number: its tokens, and the sequences that its documents are cut into.
+
+    A shard is read when it is first used.
+    """
 
     def __init__(self, paths: list[Path], vocab_size: int, document_start: int, keep_tails: bool):
-        self.paths, self.vocab_size, self.document_start, self.keep_tails = paths, vocab_size, document_start, keep_tails
+        self.paths, self.vocab_size = paths, vocab_size
+        self.document_start, self.keep_tails = document_start, keep_tails
         self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}       # tokens, document starts
         self.cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
@@ -76,8 +87,9 @@ class ShardedText:
             tokens = open_shard(path, self.vocab_size)
             starts = document_starts(tokens, self.document_start)
             if not len(starts):
-                raise ShardError(f"{path}: no document starts with token {self.document_start}, its largest id is {tokens.max()}; "
-                                 f"train with the preset that fits it or --vocab_size {int(tokens.max()) + 1}")
+                raise ShardError(f"{path}: no document starts with token {self.document_start}, its largest id is "
+                                 f"{tokens.max()}; train with the preset that fits it or "
+                                 f"--vocab_size {int(tokens.max()) + 1}")
             self.opened[shard] = tokens, starts
         return self.opened[shard]
 

@@ -10,9 +10,9 @@ missing = [name for name in ("scipy", "matplotlib") if find_spec(name) is None]
 if missing:
     sys.exit(f"error: the record tools need {' and '.join(missing)}: pip install -r requirements.txt")
 
-from records import check, compare, launch, pool, record, stats, sweep, watch
-from records.logs import read_logs
-from records.schema import RecordError
+from records.tools import check, compare, launch, pool, record, stats, sweep, watch
+from records.tools.logs import read_logs
+from records.tools.schema import RecordError
 
 # Matplotlib takes a second to import, so only the commands that draw import it.
 LOGS = "logs, run folders, record folders or quoted patterns (\"records/runs/*-name\")"
@@ -109,7 +109,7 @@ def run_ab(arguments: argparse.Namespace) -> None:
 
 
 def run_plot(arguments: argparse.Namespace) -> None:
-    from records import plots
+    from records.tools import plots
     groups = {}
     for place in arguments.logs:
         name, equals, named = place.partition("=")
@@ -128,7 +128,7 @@ def run_plot(arguments: argparse.Namespace) -> None:
 
 
 def run_report(arguments: argparse.Namespace) -> None:
-    from records import report
+    from records.tools import report
     page, notes = report.write(arguments.records)
     print("\n".join([str(page), *notes]))
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from records.sources import hash_sources
+from records.run.sources import hash_sources
 
 SOURCES = {"train_gpt.py": b"print('made up')\n", "kernels/xxt.py": b"# made up\n"}
 BATCHES = (131_072, 262_144, 393_216)

@@ -1,35 +1,42 @@
-"""The table of what settings cost: which steps are timed, settings to try, and the whole command; the clock."""
-import gc
+"""The table of what settings cost: which steps are timed, settings to try, whole commands, two checkouts in turn."""
+import shutil
 import sys
-import time
 from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ROOT, TINY
 
 import train_gpt
-from records import ablate
-from records.clock import Clock
+from records.run.settings import UserError, change
+from records.tools import ablate, against
+
+SMALL = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768", "--val_every", "0"]
 
 
 def test_each_stage_is_timed_with_and_without_adam(config):
     for every in (1, 2, 3):
-        pairs = ablate.stages(train_gpt.Schedule(replace(config, adam_every=every, steps=12)))
-        assert [first.batch_tokens for first, _ in pairs] == list(config.batch_tokens)
+        pairs = ablate.pairs_of_stages(train_gpt.Schedule(replace(config, adam_every=every, steps=12)))
+        assert [first.stage for first, _ in pairs] == [0, 1, 2]
         for first, second in pairs:
             assert second.index == first.index + 1 and second.update_adam and first.update_adam == (every == 1)
             assert first.windows == second.windows and first.tied == second.tied
 
 
-def test_settings_to_try(config):
-    assert ablate.changes("smear=false,muon_lr=0.5", config, train=False) == {"smear": False, "muon_lr": 0.5}
-    assert ablate.changes("final_windows=(3,7),smear=false", config, train=False) == {"final_windows": (3, 7), "smear": False}
-    assert ablate.changes("batch_tokens=(256,256,512)", config, train=True) == {"batch_tokens": (256, 256, 512)}
+def test_settings_to_try():
+    def tried(text, train=False):
+        return ablate.vary(text, ["--preset", "cpu", "--steps", "9"], train)
+
+    assert (tried("smear=false,muon_lr=0.5").smear, tried("smear=false,muon_lr=0.5").muon_lr) == (False, 0.5)
+    both = tried("final_windows=(3,7),smear=false")
+    assert (both.final_windows, both.smear, both.steps) == ((3, 7), False, 9)
+    assert [stage.batch_tokens for stage in tried("batch_tokens=(256,256,512)", train=True).stages] == [256, 256, 512]
+    assert tried("fp8=(head,mlp)").fp8 == ("head", "mlp") and tried("fp8=none").fp8 == ()
     for wrong, train in (("smaer=false", True), ("heads=3", True), ("seed=1", True), ("batch_tokens=(1024,)", False)):
-        with pytest.raises(train_gpt.UserError, match=f"no setting '{wrong.split('=')[0]}' to change here"):
-            ablate.changes(wrong, config, train)
-    with pytest.raises(train_gpt.UserError, match="choose auto"):
-        ablate.changes("attention=fast", config, train=False)
+        with pytest.raises(UserError, match=f"no setting '{wrong.split('=')[0]}' to change here"):
+            tried(wrong, train)
+    with pytest.raises(UserError, match="choose auto"):
+        tried("attention=fast")
 
 
 def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monkeypatch):
@@ -41,40 +48,49 @@ def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monk
         return ablate.Result(losses[config.smear][config.seed], 2.0 + config.seed, [1.0, 2.0 + config.smear])
 
     monkeypatch.setattr(ablate, "trained", trained)
-    said, variants = [], {"as given": {}, "smear=false": {"smear": False}, "again": {}}
-    text = ablate.train_in_turn(variants, replace(config, seed=3, runs=2), None, said.append)
+    said, config = [], replace(config, seed=3, runs=2)
+    variants = {"as given": config, "smear=false": replace(config, smear=False), "again": config}
+    text = ablate.train_in_turn(variants, None, said.append)
     assert seen == [(seed, smear) for seed in (3, 4) for smear in (True, False, True)] and len(said) == 6
     assert said[1] == "smear=false, seed 3: 3.3000 in 5.00 s"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    # Welch's test of 2 a side, each of a standard error of 0.005: a difference of 0.02 by t of 2 degrees of freedom, 4.303 of which make 95%
+    # Welch's test of 2 a side, each of a standard error of 0.005: a difference of 0.02 by t of 2 degrees of freedom,
+    # 4.303 of which make 95%.
     assert rows[2] == ["as given", "2", "3.2850 ± 0.0071", "5.50", "1.0, 3.0", ""]
     assert rows[3][:5] == ["smear=false", "2", "3.3050 ± 0.0071", "5.50", "1.0, 2.0"]
     assert rows[3][5].startswith("+0.0200 nats/token (95%: -0.0104 to +0.0504), p = 0.11;")
     assert rows[4][5].startswith("+0.0000 nats/token (95%: -0.0304 to +0.0304), p = 1;")
-    single = ablate.train_in_turn(variants, replace(config, seed=3), None, said.append).splitlines()[3].split("|")
-    assert [cell.strip() for cell in single[1:4]] == ["smear=false", "1", "3.3000"] and "+0.0200 nats/token; no test" in single[6]
+    variants = {name: replace(config, runs=1) for name, config in variants.items()}
+    single = ablate.train_in_turn(variants, None, said.append).splitlines()[3].split("|")
+    assert [cell.strip() for cell in single[1:4]] == ["smear=false", "1", "3.3000"]
+    assert "+0.0200 nats/token; no test" in single[6]
 
 
 def test_a_check_tells_equal_losses_from_others(config, monkeypatch):
-    config = replace(config, micro_batches=2, batch_tokens=(256, 512, 512))
-    assert "3 losses of deterministic kernels differ by at most: eager twice 0.000000, eager" in ablate.check(config, train_gpt.World(), 3, True)
+    config = change(config, micro_batches=2, batch_tokens=(256, 512, 512))
+    equal = ablate.check(config, train_gpt.World(), 3, True)
+    assert "3 losses of deterministic kernels differ by at most: eager twice 0.000000, eager" in equal
     assert not torch.are_deterministic_algorithms_enabled()
     runs = iter([[1.0, 2.0], [1.0, 2.0], [1.0, 2.5], [1.25, 2.0]])
     monkeypatch.setattr(ablate, "losses", lambda *_: next(runs))
-    assert ("2 losses differ by at most: eager twice 0.000000, eager and graphs 0.500000 (first at 2) and 0.500000 (first at 2), "
-            "graphs twice 0.500000 (first at 1)") in ablate.check(config, train_gpt.World(), 2, False)
+    assert ("2 losses differ by at most: eager twice 0.000000, eager and graphs 0.500000 (first at 2) and "
+            "0.500000 (first at 2), graphs twice 0.500000 (first at 1)") in ablate.check(config, train_gpt.World(), 2, False)
+
+
+def rows_of(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
 
 
 def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch, capsys):
-    from conftest import TINY
-    monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", *TINY, "--data_path", str(shards), "--micro_batches", "2", "--batch_tokens",
-                                      "256,512,768", "--val_every", "0", "--repeat", "2", "--try", "smear=false"])
+    words = ["ablate", *SMALL, "--data_path", str(shards), "--repeat", "2", "--try", "smear=false"]
+    monkeypatch.setattr(sys, "argv", words)
     assert ablate.main() == 0
-    rows = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert rows[0] == "ms a step" and rows[2:] == ["as given", "smear=false", "as given"]
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--train", "--write_log", "false"])
+    rows = rows_of(capsys.readouterr().out)
+    assert rows[0] == ["ms a step", "256", "512", "768"]
+    assert [row[0] for row in rows[2:]] == ["as given", "smear=false", "as given"]
+    monkeypatch.setattr(sys, "argv", [*words, "--train", "--write_log", "false"])
     assert ablate.main() == 0
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    rows = rows_of(capsys.readouterr().out)
     assert [row[0] for row in rows[2:]] == ["as given", "smear=false"] and rows[0][2] == "loss"
     difference = float(rows[3][5].split()[0])
     assert float(rows[3][2]) - float(rows[2][2]) == pytest.approx(difference, abs=2e-4) and difference != 0
@@ -83,14 +99,53 @@ def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch,
     assert ablate.main() == 2 and "no setting 'nothing'" in capsys.readouterr().err
 
 
-def test_the_clock_starts_when_every_rank_is_there():
-    """Behind the garbage collection, which takes each its own time; what waiting takes does not count."""
-    clock, seen = Clock(torch.device("cpu")), []
+# Two checkouts
 
-    def barrier():
-        seen.append((gc.isenabled(), clock.since))
-        time.sleep(0.3)
+def test_another_checkout_is_timed_by_its_own_tool(shards, tmp_path):
+    """The other one is a copy whose tools lie where those of older checkouts do, and whose steps are slower."""
+    other = tmp_path / "other"
+    shutil.copytree(ROOT, other, ignore=shutil.ignore_patterns(".*", "__pycache__", "shards", "tests", "20*", "runs"))
+    (other / "records/tools/ablate.py").rename(other / "records/ablate.py")
+    program = (other / "train_gpt.py").read_text()
+    slower = program.replace("    def ms(self)", "    def ms(self):\n        return 9000.0\n\n    def real_ms(self)")
+    (other / "train_gpt.py").write_text(slower)
+    timed = against.time_checkout(other, [*SMALL, "--data_path", str(shards)], 2)
+    assert timed.ms == {"256": 9000.0, "512": 9000.0, "768": 9000.0} and timed.startup_s > 0
 
-    with clock.running(barrier):
-        assert not gc.isenabled() and clock.since is not None
-    assert seen == [(False, None)] and clock.seconds < 0.2 and gc.isenabled()
+
+def test_checkouts_take_turns(tmp_path, monkeypatch, capsys):
+    seen = []
+
+    def time_checkout(folder, settings, steps):
+        seen.append((folder, settings, steps))
+        return against.Timed({"256": 10.0 + (folder == ROOT)}, None, 3.0)
+
+    monkeypatch.setattr(against, "time_checkout", time_checkout)
+    monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--against", str(tmp_path), "--repeat", "7"])
+    assert ablate.main() == 0
+    assert seen == [(tmp_path, ["--preset", "cpu"], 7), (ROOT, ["--preset", "cpu"], 7)] * 2
+    rows = rows_of(capsys.readouterr().out)
+    assert rows[0] == ["ms a step", "256", "peak GiB", "started in s"]
+    assert [row[0] for row in rows[2:]] == ["other", "this", "other", "this", "this - other"]
+    assert rows[2] == ["other", "10.00", "n/a", "3.0"] and rows[6] == ["this - other", "+10.0%", "n/a", "+0.0%"]
+
+
+def test_a_comparison_of_checkouts_averages_both_turns():
+    a = [against.Timed({"256": 10.0}, 2.0, 30.0), against.Timed({"256": 30.0}, 2.0, 50.0)]
+    b = [against.Timed({"256": 22.0}, 1.0, 20.0), against.Timed({"256": 22.0}, 1.0, 20.0)]
+    assert against.difference_cells(a, b) == ["+10.0%", "-50.0%", "-50.0%"]
+
+
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--against", str(tmp_path)])
+    assert ablate.main() == 2 and "no checkout of this project" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--train"])
+    assert ablate.main() == 2 and "leave out --try, --train and --check" in capsys.readouterr().err
+
+
+def test_the_output_of_a_turn():
+    text = "as given 1.0\n| ms a step | 256 | 512 |\n| --- | --: | --: |\n| as given | 1.5 | 2.5 |\n"
+    timed = against.read_output(text + '{"gib": null, "startup_s": 3.5}\n')
+    assert timed == against.Timed({"256": 1.5, "512": 2.5}, None, 3.5)
+    with pytest.raises(UserError, match="no table of milliseconds"):
+        against.read_output("nothing\n")

@@ -3,7 +3,6 @@ import re
 import time
 import tracemalloc
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,16 +11,31 @@ from conftest import write_documents
 
 import train_gpt
 from data import packing
-from data.loader import Loader, validation_batches
-from data.packing import cut_documents, pack, sample_columns
+from data.loader import Loader, StepShape, TextSettings, validation_batches
+from data.packing import cut_documents, pack, round_up, sample_candidates
 from data.peek import KEEP_TAILS, SCHEDULES
 from data.shards import ShardError, find_shards, open_shard, write_shard
 
 CPU = torch.device("cpu")
 
 
-def loader(config, rank=0, size=1, device=CPU) -> Loader:
-    return Loader(config, train_gpt.Schedule(config), SimpleNamespace(rank=rank, size=size, device=device))
+def shapes(config) -> list[StepShape]:
+    steps = [(config.stages[step.stage], step.sampled) for step in train_gpt.Schedule(config)]
+    return [StepShape(stage.batch_tokens, stage.sequence_length, sampled) for stage, sampled in steps]
+
+
+def text_settings(config) -> TextSettings:
+    return TextSettings(folder=config.data_path, vocab_size=config.vocab_size, padded_vocab=config.padded_vocab,
+                        document_start=config.document_start, epochs=config.epochs, keep_tails=config.keep_tails,
+                        micro_batches=config.micro_batches, softmax_samples=config.softmax_samples, seed=config.seed)
+
+
+def loader(config, rank=0, ranks=1, device=CPU) -> Loader:
+    return Loader(text_settings(config), shapes(config), rank, ranks, device)
+
+
+def validation(config) -> list:
+    return validation_batches(text_settings(config), config.val_tokens, config.val_chunk, config.val_sequence_length)
 
 
 def reference(config):
@@ -32,10 +46,10 @@ def reference(config):
         starts += [len(stream) + i for i, t in enumerate(tokens) if t == 256]
         stream += tokens
     at = 0
-    for step in train_gpt.Schedule(config):
+    for step in shapes(config):
         for _ in range(config.micro_batches):
             tokens, targets, begins = [], [], []
-            while len(tokens) < step.batch_tokens // config.micro_batches:
+            while len(tokens) < step.tokens // config.micro_batches:
                 while stream[at % len(stream)] != 256:                   # drop the tail of what was cut
                     at += 1
                 begins.append(len(tokens))
@@ -43,7 +57,8 @@ def reference(config):
                     tokens.append(stream[at % len(stream)])
                     targets.append(stream[(at + 1) % len(stream)])
                     at += 1
-                    if len(tokens) == step.batch_tokens // config.micro_batches or stream[at % len(stream)] == 256:
+                    full = len(tokens) == step.tokens // config.micro_batches
+                    if full or stream[at % len(stream)] == 256:
                         break
             yield tokens, targets, begins
 
@@ -53,7 +68,7 @@ def test_order_is_that_of_the_reference(config):
     plan = loader(config)
     expected = reference(config)
     most: dict[int, int] = {}
-    for index in range(len(plan.schedule)):
+    for index in range(len(plan.shapes)):
         for batch in plan.batches(index):
             tokens, targets, begins = next(expected)
             assert batch.tokens.tolist() == tokens and batch.targets.tolist() == targets
@@ -74,7 +89,7 @@ def test_each_token_at_most_once_an_epoch(tmp_path, config, keep_tails):
     for name, part in {"train_000000": tokens[:25_000], "train_000001": tokens[25_000:], "val_000000": tokens[:100]}.items():
         write_shard(tmp_path / f"{name}.bin", part)
     plan = loader(replace(config, data_path=str(tmp_path), vocab_size=50_000, keep_tails=keep_tails))
-    seen = torch.cat([batch.tokens for index in range(len(plan.schedule)) for batch in plan.batches(index)])
+    seen = torch.cat([batch.tokens for index in range(len(plan.shapes)) for batch in plan.batches(index)])
     content = seen[seen != 49_999]
     assert len(content.unique()) == len(content) > 8000 and plan.epochs < 1
     if keep_tails:                                                       # and none is left out
@@ -86,7 +101,7 @@ def test_order_does_not_depend_on_ranks(config, ranks):
     """Nor on the seed, which decides the weights alone: the stream of tokens is fixed."""
     alone = loader(config)
     shares = [loader(replace(config, seed=10 + rank), rank, ranks) for rank in range(ranks)]
-    for index in range(len(alone.schedule)):
+    for index in range(len(alone.shapes)):
         together = [batch for share in shares for batch in share.batches(index)]
         for a, b in zip(alone.batches(index), together, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(a[:-1], b[:-1])) and a.max_length == b.max_length
@@ -94,7 +109,7 @@ def test_order_does_not_depend_on_ranks(config, ranks):
 
 def test_order_does_not_depend_on_timing_or_a_restart(config):
     plan = loader(config)
-    n = len(plan.schedule)
+    n = len(plan.shapes)
     fast = list(plan.prefetch(range(n)))
     slow, original = [], plan.batches
     plan.batches = lambda index: (time.sleep(0.01 * (index % 3)), original(index))[1]
@@ -128,28 +143,30 @@ def sampled(tmp_path, config):
     return replace(config, data_path=str(tmp_path), vocab_size=5000, softmax_samples=300)
 
 
-def test_columns_hold_all_targets_and_a_sample_of_the_rest(sampled):
+def test_candidates_hold_all_targets_and_a_sample_of_the_rest(sampled):
     config, plan, most, seen = sampled, loader(sampled), {}, set()
-    for step in plan.schedule:
-        for batch in plan.batches(step.index):
-            targets, columns = batch.targets.unique(), batch.columns
-            if step.index >= config.steps:                               # extra steps take all
-                assert not len(columns)
+    for index, step in enumerate(plan.shapes):
+        for batch in plan.batches(index):
+            targets, candidates = batch.targets.unique(), batch.candidates
+            if index >= config.steps:                                    # extra steps take all
+                assert not len(candidates)
                 continue
-            assert columns.dtype == torch.int32 and columns.diff().gt(0).all() and torch.isin(targets, columns).all()
-            assert 0 <= columns[0] and columns[-1] < config.padded_vocab == 5056
-            assert len(columns) == plan.columns_of(step)                 # a shape for the whole stage
-            most[step.batch_tokens] = max(most.get(step.batch_tokens, 0), len(targets))
-            seen.update(set(columns.tolist()) - set(targets.tolist()))
-    assert all(most[n] + 300 <= count < most[n] + 300 + 256 + 64 and count % 256 == 0 for n, count in plan.columns.items())
-    assert len(seen) > 4000 and len(plan.columns) == 3                   # the samples differ
+            assert candidates.dtype == torch.int32 and candidates.diff().gt(0).all()
+            assert torch.isin(targets, candidates).all()
+            assert 0 <= candidates[0] and candidates[-1] < config.padded_vocab == 5056
+            assert len(candidates) == plan.candidates_of(step)           # one shape for the whole stage
+            most[step.tokens] = max(most.get(step.tokens, 0), len(targets))
+            seen.update(set(candidates.tolist()) - set(targets.tolist()))
+    assert all(most[n] + 300 <= count < most[n] + 300 + 256 + 64 and count % 256 == 0
+               for n, count in plan.candidates.items())
+    assert len(seen) > 4000 and len(plan.candidates) == 3                # the samples differ
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to bring them to")
 def test_batches_come_to_a_gpu_unharmed(sampled):
     """Also where it lags behind the thread, which writes new ones where old ones are still to be read."""
     plan, copies = loader(sampled, device=torch.device("cuda")), []
-    for batches in plan.prefetch(range(len(plan.schedule))):
+    for batches in plan.prefetch(range(len(plan.shapes))):
         assert all(x.is_cuda and x.data_ptr() % 128 == 0 for batch in batches for x in batch[:-1] if len(x))
         torch.cuda._sleep(20_000_000)                                    # 10 ms
         copies.append([[x.clone() for x in batch[:-1]] for batch in batches])
@@ -159,37 +176,38 @@ def test_batches_come_to_a_gpu_unharmed(sampled):
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_columns_depend_on_the_seed_and_the_step_alone(sampled, ranks):
+def test_candidates_depend_on_the_seed_and_the_step_alone(sampled, ranks):
     config, alone, index = sampled, loader(sampled), 5
     ahead = list(alone.prefetch([4, 5, 6]))[1]                           # after another step, by the thread
     shares = [batch for rank in range(ranks) for batch in loader(config, rank, ranks).batches(index)]
     other = loader(replace(config, seed=config.seed + 1)).batches(index)
     for a, b, c, d in zip(alone.batches(index), ahead, shares, other, strict=True):
-        assert torch.equal(a.columns, b.columns) and torch.equal(a.columns, c.columns) and torch.equal(a.tokens, d.tokens)
-        assert not torch.equal(a.columns, d.columns)
+        assert torch.equal(a.candidates, b.candidates) and torch.equal(a.candidates, c.candidates)
+        assert torch.equal(a.tokens, d.tokens) and not torch.equal(a.candidates, d.candidates)
     first, second = alone.batches(index)[:2]
-    assert not torch.equal(first.columns, second.columns)
+    assert not torch.equal(first.candidates, second.candidates)
 
 
-def test_columns_of_a_small_vocabulary_are_all_and_off_means_none(config):
+def test_candidates_of_a_small_vocabulary_are_all_and_off_means_none(config):
     plan = loader(replace(config, softmax_samples=10_000))
-    assert set(plan.columns.values()) == {320} and torch.equal(plan.batches(0)[0].columns, torch.arange(320, dtype=torch.int32))
+    assert set(plan.candidates.values()) == {320}
+    assert torch.equal(plan.batches(0)[0].candidates, torch.arange(320, dtype=torch.int32))
     off = loader(config)
-    assert not off.columns and not off.batches(0)[0].columns.numel()
-    assert not any(batch.columns.numel() for batch in validation_batches(replace(config, softmax_samples=10)))
+    assert not off.candidates and not off.batches(0)[0].candidates.numel()
+    assert not any(batch.candidates.numel() for batch in validation(replace(config, softmax_samples=10)))
 
 
-def test_sample_columns():
+def test_sample_candidates():
     """Each token that is no target is drawn as often as any other; more targets than places are refused."""
     generator, targets, drawn = np.random.default_rng(0), np.array([7, 3, -1, 7], np.int32), np.zeros(50)
     for _ in range(2000):
-        columns = sample_columns(targets, 14, 50, generator)
-        assert len(columns) == 14
-        drawn[columns] += 1
+        candidates = sample_candidates(targets, 14, 50, generator)
+        assert len(candidates) == 14
+        drawn[candidates] += 1
     others, expected = np.delete(drawn, [3, 7]), 2000 * (14 - 2) / (50 - 2)
     assert (drawn[[3, 7]] == 2000).all() and abs(others - expected).max() < 5 * expected ** 0.5
-    with pytest.raises(ValueError, match="2 different targets in a batch with 1 columns"):
-        sample_columns(targets, 1, 50, generator)
+    with pytest.raises(ValueError, match="2 different targets in a batch with 1 candidates"):
+        sample_candidates(targets, 1, 50, generator)
 
 
 def test_a_shard_change_costs_no_step(config, monkeypatch):
@@ -197,7 +215,7 @@ def test_a_shard_change_costs_no_step(config, monkeypatch):
     plan = loader(config)
     for name in ("open_shard", "document_starts", "cut_documents"):
         monkeypatch.delattr(packing, name)
-    assert len(list(plan.prefetch(range(len(plan.schedule))))) == len(plan.schedule)
+    assert len(list(plan.prefetch(range(len(plan.shapes))))) == len(plan.shapes)
     assert len({shard for step in plan.plan for spans in step for shard, _, _, _ in spans}) > 1
 
 
@@ -212,7 +230,7 @@ def test_validation_scores_every_token_once(config):
     text = open_shard(find_shards(config.data_path, "val")[0])
     for chunk in (256, 777, 4096):
         scored = []
-        for batch in validation_batches(replace(config, val_chunk=chunk)):
+        for batch in validation(replace(config, val_chunk=chunk)):
             assert len(batch.tokens) == chunk and np.diff(batch.cu_seqlens).max() <= config.val_sequence_length
             scored.append(batch.targets[batch.targets >= 0])
         assert torch.cat(scored).tolist() == text[1:config.val_tokens + 1].tolist()
@@ -223,28 +241,32 @@ def test_too_few_tokens(tmp_path, config):
     config = replace(config, data_path=str(tmp_path))
     with pytest.raises(ShardError, match=r"1 training shards with 6,000 tokens last for 3 of 8 steps; add shards") as error:
         loader(config)
-    advice = {name: int(value) for name, value in re.findall(r"--(\w+) (\d+)", str(error.value))}
-    assert advice == {"epochs": 5, "steps": 3}
+    assert re.search(r"--epochs 5 or lower --steps to about 22% of what it is", str(error.value))
     assert 2 < loader(replace(config, epochs=5)).epochs < 5
     write_documents(tmp_path, {"train_000000": [10]})
     with pytest.raises(ShardError, match="last for 0 of 8 steps; .*--epochs 1844 "):
         loader(config)
     with pytest.raises(ShardError, match="3,000 validation tokens, --val_tokens 9000"):
-        validation_batches(replace(config, val_tokens=9000))
+        validation(replace(config, val_tokens=9000))
 
 
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
 def test_peek_knows_the_schedules(preset):
     config, wanted = train_gpt.PRESETS[preset], {}
-    for step in train_gpt.Schedule(config):
-        wanted[step.sequence_length] = wanted.get(step.sequence_length, 0) + step.batch_tokens
-    assert SCHEDULES[config.document_start][preset] == pytest.approx(wanted, rel=0.005) and (preset in KEEP_TAILS) == config.keep_tails
+    for step in shapes(config):
+        wanted[step.sequence_length] = wanted.get(step.sequence_length, 0) + step.tokens
+    assert SCHEDULES[config.document_start][preset] == pytest.approx(wanted, rel=0.005)
+    assert (preset in KEEP_TAILS) == config.keep_tails
 
 
 def test_cut_documents():
     starts = np.array([2, 10, 11, 40])
     assert [x.tolist() for x in cut_documents(starts, 47, 8, False)] == [[2, 10, 11, 40], [10, 11, 19, 47]]
     assert [x.tolist() for x in cut_documents(starts, 47, 8, True)] == [[2, 10, 11, 19, 27, 35, 40], [10, 11, 19, 27, 35, 40, 47]]
+
+
+def test_round_up():
+    assert [round_up(n, 64) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
 
 
 def test_pack_refuses_more_sequences_than_its_bound():
@@ -264,7 +286,7 @@ def test_a_million_documents_in_bounded_memory(tmp_path, config):
     tracemalloc.start()
     begin = time.time()
     plan = loader(replace(config, data_path=str(tmp_path), keep_tails=False))
-    list(plan.prefetch(range(len(plan.schedule))))
+    list(plan.prefetch(range(len(plan.shapes))))
     peak, seconds = tracemalloc.get_traced_memory()[1], time.time() - begin
     tracemalloc.stop()
     assert len(plan.text.open(0)[1]) == 1_000_000 and peak < 100e6 and seconds < 20

@@ -1,5 +1,5 @@
 """The accounting of a step's trace: families, overlap, idle time."""
-from records.profile import account, family, table
+from records.tools.profile import account, family, table
 
 
 def kernel(name: str, ts: float, dur: float, cat: str = "kernel") -> dict:

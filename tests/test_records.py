@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, environment
 
-from records import launch, markdown, plots, report, schedule, sweep, watch
-from records.check import check
-from records.compare import compare, compare_text
-from records.logs import find_logs, read_logs
-from records.record import RECORDS, create, folders, load, load_all
-from records.schema import RecordError
+from records.tools import launch, markdown, plots, report, schedule, sweep, watch
+from records.tools.check import check
+from records.tools.compare import compare, compare_text
+from records.tools.logs import find_logs, read_logs
+from records.tools.record import RECORDS, create, folders, load, load_all
+from records.tools.schema import RecordError
 from tests.synthetic import SOURCES, command, write_run
 
 WORDS = {"title": "The first <recipe>", "contributors": ["A. Author"], "parent": None}

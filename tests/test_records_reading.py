@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from records import pool, stats
-from records.logs import find_logs, read_log, read_logs
-from records.schema import RecordError
+from records.tools import pool, stats
+from records.tools.logs import find_logs, read_log, read_logs
+from records.tools.schema import RecordError
 from tests.synthetic import SOURCES, command, write_run
 
 PUBLISHED = [3.2779, 3.2782, 3.2782, 3.2788, 3.2814, 3.2807, 3.2780, 3.2780, 3.2795, 3.2802]

@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FormatStrFormatter, MaxNLocator
 from scipy import stats
 
-from records.schedule import panels
-from records.schema import RecordError, Run
-from records.stats import SIGNIFICANCE, describe
+from records.tools.schedule import panels
+from records.tools.schema import RecordError, Run
+from records.tools.stats import SIGNIFICANCE, describe
 
 plt.switch_backend("Agg")  # files only: no window, no display needed
 

@@ -4,8 +4,8 @@ import os
 from collections import Counter
 from dataclasses import asdict
 
-from records.schema import RecordError, Run, differences, flatten, last_part
-from records.stats import SIGNIFICANCE, describe, more_runs, p_below, verdict
+from records.tools.schema import RecordError, Run, differences, flatten, last_part
+from records.tools.stats import SIGNIFICANCE, describe, more_runs, p_below, verdict
 
 NOT_CONFIGURATION = frozenset({"seed", "name", "runs"})  # settings in which runs of one configuration may differ
 

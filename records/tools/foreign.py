@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from records.schema import RecordError, Run
-from records.stats import TARGET
+from records.tools.schema import RecordError, Run
+from records.tools.stats import TARGET
 
 SEPARATOR = re.compile(r"^={20,}\s*$", re.M)
 STEP = re.compile(r"^step:(\d+)/(\d+) (?:val_loss:(\S+) )?(?:train_loss:\S+ )?train_time:([\d.]+)ms", re.M)

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from records import markdown
-from records.logs import find_logs, read_log
-from records.pool import require_sample, summarize
-from records.schema import LOG_NAME, NUMBER, RecordError, Run, check_fields
-from records.sources import hash_sources, source_files
-from records.stats import SIGNIFICANCE
+from records.run.sources import hash_sources, source_files
+from records.tools import markdown
+from records.tools.logs import find_logs, read_log
+from records.tools.pool import require_sample, summarize
+from records.tools.schema import LOG_NAME, NUMBER, RecordError, Run, check_fields
+from records.tools.stats import SIGNIFICANCE
 
-RECORDS = Path(__file__).parent  # where record folders, `runs/` and `index.html` live; the README is one level up
+RECORDS = Path(__file__).parent.parent  # where record folders, `runs/` and `index.html` live; the README is one level up
 RECORD_SCHEMA = 1
 FIELDS = {
     "schema": int, "title": str, "date": str, "contributors": list, "parent": str | None, "hardware": list,

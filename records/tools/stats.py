@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from records.schema import RecordError
+from records.tools.schema import RecordError
 
 TARGET = 3.28  # nats/token: the speedrun's validation loss
 SIGNIFICANCE = 0.01  # of the task: a record rejects "mean loss >= target" at this level

@@ -1,7 +1,10 @@
-"""Where a step's time goes: `torchrun --standalone --nproc_per_node=4 -m records.profile --preset corpus` (or ./run.sh profile).
+"""Where a step's time goes: a trace of every kind of step, and the milliseconds of each family of kernels.
 
-Runs every kind of step of the schedule as training does, writes a trace of one step of each (open it in ui.perfetto.dev) and
-prints the milliseconds of each family of kernels on rank 0. Takes train_gpt.py's settings; `--out FOLDER` says where traces go.
+    torchrun --standalone --nproc_per_node=4 -m records.tools.profile --preset corpus        (or ./run.sh profile)
+
+Runs every kind of step of the schedule as training does, writes a trace of one step of each (open it in ui.perfetto.dev)
+and prints the milliseconds of each family of kernels on rank 0. Takes train_gpt.py's settings; `--out FOLDER` says where
+the traces go.
 """
 import argparse
 import gzip
@@ -18,6 +21,7 @@ from tqdm import tqdm
 import train_gpt
 from data.loader import to_device
 from data.shards import ShardError
+from records.run.settings import UserError
 
 # The family of a kernel is the first whose pattern its name has.
 FAMILIES = {
@@ -28,19 +32,20 @@ FAMILIES = {
     "matmul": r"gemm|gemv|nvjet|cutlass|matmul|_mm_|product_kernel|splitk",
     "embedding": r"add_(blocks|crossing)|embedding|gather|scatter|index|sort|radix",
     "optimizer": r"lerp|row_adam",
-    "elementwise": r"triton_|elementwise|reduce|heads_(backward_)?kernel|value_mix|residual|shared_rows|smear|row_norms|_scales_|"
-                   r"scaled_kernel",
+    "elementwise": r"triton_|elementwise|reduce|heads_(backward_)?kernel|value_mix|residual|shared_rows|smear|row_norms|"
+                   r"_scales_|scaled_kernel",
     "copies": r"^mem(cpy|set)|copy|transpose|quantize|fill",
 }
 Interval = tuple[float, float]      # begin and end, microseconds
 
 
 def family(name: str) -> str:
+    """The family of the kernel of this name, "other" if none claims it."""
     return next((key for key, pattern in FAMILIES.items() if re.search(pattern, name, re.I)), "other")
 
 
 def union(intervals: list[Interval]) -> list[Interval]:
-    """The same time as intervals that do not overlap, in order."""
+    """The same stretches of time as intervals that do not overlap, in order."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if merged and begin <= merged[-1][1]:
@@ -55,10 +60,11 @@ def length(intervals: list[Interval]) -> float:
 
 
 def account(events: list[dict]) -> dict[str, float]:
-    """Milliseconds on the GPU from a trace's events, by family. From the first kernel's begin to the last one's end:
+    """Milliseconds on the GPU by family of kernels, from a trace's events.
 
-    `communication hidden` runs while other kernels do, `communication exposed` does not, `idle` is when nothing runs. Families
-    other than communication may overlap each other, and then add up to more than the wall.
+    `wall` is the time from the first kernel's begin to the last one's end, and nothing runs in the time `idle`. Other
+    kernels run beside `communication hidden`, and none beside `communication exposed`. Families other than communication
+    may overlap each other, and then add up to more than the wall.
     """
     intervals: dict[str, list[Interval]] = {}
     for event in events:
@@ -66,28 +72,33 @@ def account(events: list[dict]) -> dict[str, float]:
             intervals.setdefault(family(event["name"]), []).append((event["ts"], event["ts"] + event["dur"]))
     if not intervals:
         return {}
-    said = intervals.pop("communication", [])
+    communication = intervals.pop("communication", [])
     work = [interval for group in intervals.values() for interval in group]
-    everything = union(said + work)
-    exposed = length(said + work) - length(work)
+    everything = union(communication + work)
+    exposed = length(communication + work) - length(work)
     times = Counter({name: length(group) for name, group in intervals.items()})
-    rows = dict(times.most_common()) | {"communication exposed": exposed, "communication hidden": length(said) - exposed}
+    rows = dict(times.most_common())
+    rows |= {"communication exposed": exposed, "communication hidden": length(communication) - exposed}
     wall = everything[-1][1] - everything[0][0]
     return {name: us / 1e3 for name, us in (rows | {"idle": wall - length(everything), "wall": wall}).items()}
 
 
 def table(columns: dict[str, dict[str, float]]) -> str:
-    """Markdown: a row a family, a column a kind of step."""
-    names = list(dict.fromkeys(name for column in columns.values() for name in column if name not in ("idle", "wall"))) + ["idle", "wall"]
+    """Markdown: a row for each family, a column for each kind of step."""
+    last = ["idle", "wall"]
+    names = [*dict.fromkeys(name for column in columns.values() for name in column if name not in last), *last]
     lines = ["| ms | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
-    return "\n".join(lines + [f"| {name} | " + " | ".join(f"{column.get(name, 0):.2f}" for column in columns.values()) + " |" for name in names])
+    for name in names:
+        lines.append(f"| {name} | " + " | ".join(f"{column.get(name, 0):.2f}" for column in columns.values()) + " |")
+    return "\n".join(lines)
 
 
 def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, float]]:
     """Trace the third step of each kind, after two untraced ones, and account for it; writes the traces on rank 0."""
     device, columns = trainer.world.device, {}
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    for i, step in enumerate(tqdm(trainer.schedule.kinds().values(), unit="kind", disable=trainer.world.rank > 0)):
+    kinds = trainer.schedule.kinds().values()
+    for i, step in enumerate(tqdm(kinds, unit="kind", disable=trainer.world.rank > 0)):
         batches = [to_device(batch, device) for batch in trainer.loader.batches(step.index)]
         for _ in range(2):
             trainer.step(step, batches)
@@ -97,7 +108,8 @@ def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, 
             if device.type == "cuda":
                 torch.cuda.synchronize()
         if trainer.world.rank == 0:
-            name = f"{i}-{step.batch_tokens}" + ("-tied" if step.tied else "") + ("-adam" if step.update_adam else "")
+            name = f"{i}-{trainer.config.stages[step.stage].batch_tokens}"
+            name += "-tied" * step.tied + "-adam" * step.update_adam
             path = out / f"{name}.json.gz"
             recorded.export_chrome_trace(str(path))
             with gzip.open(path) as file:
@@ -106,20 +118,23 @@ def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=Path("profile"), metavar="FOLDER", help="where traces go (default: profile)")
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("profile"), metavar="FOLDER",
+                        help="where traces go (default: profile)")
     options, settings = parser.parse_known_args()
     try:
         config = train_gpt.parse_config(settings)
         world = train_gpt.World()
         trainer = train_gpt.Trainer(config, world)
-    except (train_gpt.UserError, ShardError) as error:
-        print(f"records.profile: {error}", file=sys.stderr)
+    except (UserError, ShardError) as error:
+        print(f"records.tools.profile: {error}", file=sys.stderr)
         return 2
     trainer.warm_up()
     options.out.mkdir(parents=True, exist_ok=True)
     columns = profile_steps(trainer, options.out)
-    trainer.graphs.clear()              # or `close` waits for ever: a communicator lives as long as a graph that holds its collectives
+    # A communicator lives as long as a graph that holds its collectives, and `close` would wait for it for ever.
+    trainer.graphs.clear()
     if world.rank == 0:
         print(table(columns) if any(columns.values()) else "no GPU: the traces show what the CPU did")
         print(f"traces in {options.out}, for ui.perfetto.dev")

@@ -1,7 +1,7 @@
 """Generated parts of Markdown files: tables, and the text between `<!-- name -->` and `<!-- /name -->`."""
 import re
 
-from records.schema import RecordError
+from records.tools.schema import RecordError
 
 WRITTEN_SECTIONS = ("What changed", "Why it works")  # of a record's README
 

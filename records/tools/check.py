@@ -2,9 +2,10 @@
 import math
 from pathlib import Path
 
-from records import markdown
-from records.pool import environment_differences, list_clashes, require_sample
-from records.record import (
+from records.run.sources import hash_sources, source_files
+from records.tools import markdown
+from records.tools.pool import environment_differences, list_clashes, require_sample
+from records.tools.record import (
     UNWRITTEN,
     Record,
     is_proven,
@@ -13,8 +14,7 @@ from records.record import (
     result_table,
     significance_line,
 )
-from records.schema import NUMBER, RecordError, Run
-from records.sources import hash_sources, source_files
+from records.tools.schema import NUMBER, RecordError, Run
 
 CLOCK_TOLERANCE = 0.01  # of the time between validations: logs round, and a step's end is measured on the device
 

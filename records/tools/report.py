@@ -8,14 +8,14 @@ from datetime import date
 from html import escape
 from pathlib import Path
 
-from records import markdown
-from records.compare import compare, difference_text
-from records.plots import figures, page_svg, progress_figure
-from records.pool import devices_text, list_clashes, number_text
-from records.record import Record, is_proven, load_all, result_table, significance_line
-from records.schema import RecordError, flatten
-from records.sources import source_files
-from records.stats import SIGNIFICANCE
+from records.run.sources import source_files
+from records.tools import markdown
+from records.tools.compare import compare, difference_text
+from records.tools.plots import figures, page_svg, progress_figure
+from records.tools.pool import devices_text, list_clashes, number_text
+from records.tools.record import Record, is_proven, load_all, result_table, significance_line
+from records.tools.schema import RecordError, flatten
+from records.tools.stats import SIGNIFICANCE
 
 MARKER = "records"
 HEAD = ["record", "date", "time (s)", "loss (nats/token)", "target", "n", "p", "machine", "preset", "by"]

@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from records.compare import compare
-from records.logs import read_log
-from records.schema import LOG_NAME, RecordError, Run
+from records.tools.compare import compare
+from records.tools.logs import read_log
+from records.tools.schema import LOG_NAME, RecordError, Run
 
 
 def launch(command: str, runs: Path) -> Run:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from records.foreign import parse_foreign
-from records.schema import (
+from records.tools.foreign import parse_foreign
+from records.tools.schema import (
     LINES,
     LOG_NAME,
     LOG_SCHEMA,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
-from records.sources import ROOT, keep_sources, project_sources
+from records.run.sources import ROOT, keep_sources, project_sources
 
 
 class LogError(Exception):

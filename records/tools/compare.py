@@ -3,8 +3,8 @@ from dataclasses import asdict
 
 import numpy as np
 
-from records.markdown import table
-from records.pool import (
+from records.tools.markdown import table
+from records.tools.pool import (
     NO_SEEDS,
     configuration_differences,
     environment_differences,
@@ -12,8 +12,8 @@ from records.pool import (
     require_sample,
     spread_text,
 )
-from records.schema import RecordError, Run
-from records.stats import describe, welch
+from records.tools.schema import RecordError, Run
+from records.tools.stats import describe, welch
 
 
 def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> dict:

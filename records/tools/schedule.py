@@ -1,7 +1,7 @@
 """The schedule of a run, as its log tells it: learning rate, batch, windows and momentum over the steps."""
 import numpy as np
 
-from records.schema import Run
+from records.tools.schema import Run
 
 Panel = tuple[str, dict[str, np.ndarray]]  # axis title with its unit, {legend: value after each step (steps,)}
 

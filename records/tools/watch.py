@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from records.logs import find_logs, read_log
-from records.record import Record, load_all, runs_folder
-from records.schema import LOG_NAME, RecordError, Run
+from records.tools.logs import find_logs, read_log
+from records.tools.record import Record, load_all, runs_folder
+from records.tools.schema import LOG_NAME, RecordError, Run
 
 SILENT_S = 60  # without a new line in the log: worth a remark
 RECENT = 20  # steps that make up "the present pace"

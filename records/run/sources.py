@@ -3,7 +3,7 @@ import hashlib
 import shutil
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 def source_files(folder: Path) -> dict[str, bytes]:

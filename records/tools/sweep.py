@@ -5,20 +5,20 @@ import sys
 from itertools import product
 from pathlib import Path
 
-from records.launch import launch, with_settings
-from records.logs import read_log
-from records.markdown import table
-from records.pool import (
+from records.run.settings import split_values
+from records.run.sources import hash_sources, project_sources
+from records.tools.launch import launch, with_settings
+from records.tools.logs import read_log
+from records.tools.markdown import table
+from records.tools.pool import (
     NOT_CONFIGURATION,
     configuration_differences,
     list_clashes,
     number_text,
     summarize,
 )
-from records.schema import LOG_NAME, RecordError, Run, last_part
-from records.settings import split_values
-from records.sources import hash_sources, project_sources
-from records.stats import welch
+from records.tools.schema import LOG_NAME, RecordError, Run, last_part
+from records.tools.stats import welch
 
 
 def parse_settings(texts: list[str]) -> dict[str, list[str]]:

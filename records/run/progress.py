@@ -1,0 +1,117 @@
+"""What a run says while it trains: one progress bar, a log line for each step, and the summary."""
+import math
+import os
+from collections import deque
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from records.run.log import RunLog
+from records.run.machine import peak_flops
+
+
+class Diverged(Exception):
+    """A loss that is not finite. The message says at which step, and what to try."""
+
+
+class StepFacts(NamedTuple):
+    """What the report says about a step beside its loss and its time."""
+    index: int                  # from 0
+    tokens: int                 # of the whole step, on all ranks
+    flops: float                # of the whole step, on all ranks
+    lr: float                   # the multiplier of every group's learning rate
+    momentum: float
+    windows: tuple[int, int]    # short and long, in blocks
+
+
+class Lap(Protocol):
+    """The time of one step; it may not have ended on the device yet."""
+    end: object
+
+    def ready(self) -> bool: ...
+
+    def ms(self) -> float: ...
+
+
+class Clock(Protocol):
+    """What the report needs of the run's clock."""
+    seconds: float
+
+    def lap(self) -> Lap: ...
+
+
+class Report:
+    """The console's one progress bar and a log line for each step.
+
+    A loss is read once it has arrived on the host. The report never makes the host wait for the device, except before a
+    validation, which waits anyway.
+    """
+
+    def __init__(self, log: RunLog, clock: Clock, steps: int, device: torch.device, rank: int, ranks: int):
+        self.log, self.clock, self.device, self.rank, self.ranks = log, clock, device, rank, ranks
+        # One buffer for all steps is made here, because pinning memory during the run can wait for the GPU.
+        self.losses = torch.empty(steps, pin_memory=device.type == "cuda")
+        self.pending: deque[tuple[StepFacts, Lap]] = deque()
+        self.step_ms: list[float] = []
+        self.tokens, self.loss, self.validation_loss = 0, math.nan, math.nan
+        self.peak = peak_flops(device)
+        self.bar = tqdm(total=steps, unit="step", disable=rank > 0, dynamic_ncols=True, mininterval=0.5)
+
+    def add(self, step: StepFacts, loss: Tensor) -> None:
+        """A step has been launched, and `loss` (0-dim, on the device) will be its training loss."""
+        self.losses[step.index].copy_(loss, non_blocking=True)
+        self.pending.append((step, self.clock.lap()))
+        while self.pending and self.pending[0][1].ready():
+            self.log_oldest()
+
+    def log_oldest(self) -> None:
+        """Log the oldest pending step; raises Diverged if its loss is not finite."""
+        step, lap = self.pending.popleft()
+        if not lap.ready():
+            lap.end.synchronize()
+        self.loss, ms = self.losses[step.index].item(), lap.ms()
+        if not math.isfinite(self.loss):
+            raise Diverged(f"step {step.index + 1}: the training loss is {self.loss}; stopped before its update. "
+                           "Lower --muon_lr and --adam_lr, or try --fp8 none")
+        self.tokens += step.tokens
+        self.step_ms.append(ms)
+        self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, momentum=step.momentum,
+                       windows=step.windows, tokens=self.tokens, ms=round(ms, 3))
+        mfu = f"{step.flops / ms * 1e3 / self.peak / self.ranks:.0%}" if self.peak else "n/a"
+        validation = {} if math.isnan(self.validation_loss) else {"val": f"{self.validation_loss:.4f}"}
+        self.bar.set_postfix(loss=f"{self.loss:.4f}", **validation, tok_s=f"{step.tokens / ms * 1e3:,.0f}", MFU=mfu,
+                             refresh=False)
+        self.bar.update()
+
+    def validation(self, steps_done: int, loss: float) -> None:
+        """The model after `steps_done` steps has this validation loss, nats a token. Call it while the clock is paused."""
+        while self.pending:
+            self.log_oldest()
+        self.validation_loss = loss
+        self.log.write("validation", step=steps_done, loss=loss, time_s=round(self.clock.seconds, 4),
+                       tokens=self.tokens)
+
+
+def summarise(report: Report, log: RunLog, target: float, bits: bool, startup: dict[str, float]) -> None:
+    """Log and print what the run came to. `bits`: a token is a byte, so print bits per byte as well."""
+    seconds, loss, on_gpu = report.clock.seconds, report.validation_loss, report.device.type == "cuda"
+    p50, p95 = np.percentile(report.step_ms, [50, 95])
+    memory = torch.cuda.max_memory_allocated(report.device) if on_gpu else None
+    summary = {"steps": len(report.step_ms), "time_s": round(seconds, 4), "loss": loss, "tokens": report.tokens,
+               "tokens_per_s": round(report.tokens / seconds, 1),
+               "step_ms": {"p50": round(p50, 3), "p95": round(p95, 3), "max": round(max(report.step_ms), 3)},
+               "peak_memory_bytes": memory, **startup}
+    log.write("summary", **summary)
+    if report.rank:
+        return
+    per_byte = f" = {loss / math.log(2):.3f} bits per byte" if bits else ""
+    print(f"validation loss {loss:.4f} nats a token{per_byte} after {summary['steps']} steps in {seconds:.1f} s "
+          f"(target {target})")
+    print(f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, "
+          f"max {max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
+          f"started in {startup['startup_s']:.1f} s")
+    if log.path:
+        print(f"log {os.path.relpath(log.path)}")

@@ -1,0 +1,231 @@
+"""What settings cost: one process, one machine, one after the other, the whole program each time.
+
+    torchrun --standalone --nproc_per_node=4 -m records.tools.ablate --preset corpus \\
+        --try capture=false --try overlap=false,smear=false
+
+This prints the median milliseconds of a step in each stage, over steps of which half update by Adam. There is a row for
+the settings as given and one for each `--try`, which changes some of them. The first row is repeated at the end to show
+the machine's drift. All settings of train_gpt.py can be given. Instead of timing steps it can do these:
+
+--train              train the whole schedule with each, and print the final losses. `--runs 5` takes five seeds, each with
+                     every `--try` in turn, and tests the difference: one seed says little about a learning rate.
+--against FOLDER     time another checkout of this project in turn with this one, with the same settings
+--check N            first take N steps from the same weights, twice eagerly and twice as CUDA graphs, and print how far
+                     their losses differ: with deterministic kernels, and with those that training uses
+"""
+import argparse
+import functools
+import gc
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import train_gpt
+from data.loader import to_device
+from data.shards import ShardError
+from records.run.log import LogError
+from records.run.progress import Diverged
+from records.run.settings import UserError, change, defaults, split_values
+from records.tools.against import compare_checkouts
+from records.tools.compare import difference_text
+from records.tools.markdown import table
+from records.tools.schema import RecordError
+from records.tools.stats import describe, welch
+
+AS_GIVEN = "as given"
+Pair = tuple[train_gpt.Step, train_gpt.Step]
+
+
+class Result(NamedTuple):
+    """What a whole run came to."""
+    loss: float             # the last validation's, nats a token
+    seconds: float
+    stage_ms: list[float]   # median step of each stage, in the run's order
+
+
+def pairs_of_stages(schedule: train_gpt.Schedule) -> list[Pair]:
+    """Two successive steps of each stage that differ only in Adam's update, which the second one makes."""
+    def program(step: train_gpt.Step) -> tuple:
+        return step.stage, step.windows, step.sampled, step.tied, len(step.multi_token)
+
+    pairs: dict[int, Pair] = {}
+    steps = list(schedule)
+    for first, second in zip(steps, steps[1:]):
+        if program(first) == program(second) and second.update_adam:
+            pairs.setdefault(first.stage, (first, second))
+    return list(pairs.values())
+
+
+def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
+    """The median milliseconds of a step in each stage, over `steps` of them, after four that are not timed."""
+    device, medians = trainer.world.device, []
+    for pair in pairs_of_stages(trainer.schedule):
+        batches = [[to_device(batch, device) for batch in trainer.loader.batches(step.index)] for step in pair]
+        clock, laps = train_gpt.Clock(device), []
+        for i in range(4 + steps):
+            if i == 4:
+                trainer.world.barrier()
+                clock.start()
+            trainer.step(pair[i % 2], batches[i % 2])
+            if i >= 4:
+                laps.append(clock.lap())
+        clock.stop()
+        medians.append(statistics.median(lap.ms() for lap in laps))
+    return medians
+
+
+def vary(text: str, argv: list[str], train: bool) -> train_gpt.Config:
+    """The configuration of `argv` with the changes of "capture=false,muon_lr=0.03"."""
+    given = [part.partition("=")[::2] for part in split_values(text)]
+    # Stages are the columns of the table of milliseconds, so steps that are timed keep their batches.
+    fixed = {"preset", "seed", "runs"} | (set() if train else {"batch_tokens"})
+    known = defaults(train_gpt.parse_config(argv)).keys() - fixed
+    for name, _ in given:
+        if name not in known:
+            raise UserError(f"--try {text}: no setting {name!r} to change here (train_gpt.py --help lists all)")
+    return train_gpt.parse_config([*argv, *(f"--{name}={value}" for name, value in given)])
+
+
+def free(world: train_gpt.World) -> None:
+    """Release the memory of the last trainer."""
+    gc.collect()
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer:
+    """A trainer that has warmed up, in free memory."""
+    free(world)
+    trainer = train_gpt.Trainer(config, world)
+    trainer.warm_up()
+    return trainer
+
+
+def time_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, steps: int, say: Callable) -> str:
+    """A table of every variant's milliseconds, and of the first one's once more."""
+    names, rows = [*variants, *list(variants)[:len(variants) > 1]], []
+    for name in names:
+        rows.append([name, *(f"{ms:.1f}" for ms in measure(build(variants[name], world), steps))])
+        say(*rows[-1])
+    config = variants[AS_GIVEN]
+    timed = [first.stage for first, _ in pairs_of_stages(train_gpt.Schedule(config))]
+    return table(["ms a step", *(f"{config.stages[stage].batch_tokens:,}" for stage in timed)], rows)
+
+
+def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
+    free(world)
+    report = train_gpt.run(config, world, time.time())
+    by_stage: dict[int, list[float]] = {}
+    for step, ms in zip(train_gpt.Schedule(config), report.step_ms):
+        by_stage.setdefault(step.stage, []).append(ms)
+    return Result(report.validation_loss, report.clock.seconds, [statistics.median(ms) for ms in by_stage.values()])
+
+
+def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, say: Callable) -> str:
+    """A table of means over seeds. Each seed is trained with every variant before the next seed.
+
+    So a drift of the machine takes no side.
+    """
+    results: dict[str, list[Result]] = {name: [] for name in variants}
+    first = variants[AS_GIVEN]
+    for seed in range(first.seed, first.seed + first.runs):
+        for name, config in variants.items():
+            results[name].append(run := trained(change(config, seed=seed, runs=1), world))
+            say(f"{name}, seed {seed}: {run.loss:.4f} in {run.seconds:.2f} s")
+    losses = [run.loss for run in results[AS_GIVEN]]
+    head = ["", "n", "loss", "s", "ms a step in each stage", "loss against the first row, by Welch's test"]
+    return table(head, [result_row(name, runs, losses) for name, runs in results.items()], words={0, 5})
+
+
+def result_row(name: str, runs: list[Result], first: list[float]) -> list[str]:
+    """Means over seeds, the losses' standard deviation, and their test against the losses of the `first` row."""
+    losses = [run.loss for run in runs]
+    sample, difference = describe(losses), difference_text(asdict(welch(first, losses)), 4, "nats/token")
+    spread = f" ± {sample.standard_deviation:.4f}" if sample.n > 1 else ""
+    stage_ms = (statistics.mean(each) for each in zip(*(run.stage_ms for run in runs)))
+    seconds = statistics.mean(run.seconds for run in runs)
+    return [name, str(sample.n), f"{sample.mean:.4f}{spread}", f"{seconds:.2f}",
+            ", ".join(f"{ms:.1f}" for ms in stage_ms), "" if name == AS_GIVEN else difference]
+
+
+def losses(trainer: train_gpt.Trainer, start: tuple, count: int) -> list[float]:
+    """The first `count` training losses from the weights and optimizer state `start`."""
+    trainer.optimizer.restore(start)
+    steps = list(trainer.schedule)[:count]
+    return torch.stack([trainer.step(step, trainer.loader.batches(step.index)) for step in steps]).tolist()
+
+
+def apart(a: list[float], b: list[float]) -> str:
+    """By how much two lists of losses differ at most, and from which step on."""
+    first = next((i for i, (x, y) in enumerate(zip(a, b), 1) if x != y), None)
+    return f"{max(abs(x - y) for x, y in zip(a, b)):.6f}" + (f" (first at {first})" if first else "")
+
+
+def check(config: train_gpt.Config, world: train_gpt.World, count: int, deterministic: bool) -> str:
+    """How far the first losses of two eager runs and two of graphs, from the same weights, differ from each other."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)    # attention's backward pass obeys it
+    torch.utils.deterministic.fill_uninitialized_memory = False          # because training does not fill memory either
+    try:
+        trainer = build(config, world)
+        start, graphs, runs = trainer.optimizer.snapshot(), trainer.graphs, []
+        for chosen in ({}, {}, graphs, graphs):
+            trainer.graphs = chosen
+            runs.append(losses(trainer, start, count))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+    return (f"{count} losses{' of deterministic kernels' * deterministic} differ by at most: "
+            f"eager twice {apart(*runs[:2])}, eager and graphs {apart(runs[0], runs[2])} and {apart(runs[1], runs[2])}, "
+            f"graphs twice {apart(*runs[2:])}" + ("" if graphs else " (there are no graphs here)"))
+
+
+def arguments() -> tuple[argparse.Namespace, list[str]]:
+    """The options of this tool, and the settings of train_gpt.py."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--try", dest="tries", action="append", default=[], metavar="NAME=VALUE,...",
+                        help="settings to change; repeatable")
+    parser.add_argument("--repeat", type=int, default=50, metavar="N", help="timed steps of each stage (default: 50)")
+    parser.add_argument("--train", action="store_true", help="train the whole schedule instead of timing steps")
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="time another checkout in turn with this one")
+    parser.add_argument("--check", type=int, default=0, metavar="N",
+                        help="compare the first N losses of eager runs and of graphs")
+    options, settings = parser.parse_known_args()
+    if options.against and (options.tries or options.train or options.check):
+        raise UserError("--against times two checkouts with the same settings: leave out --try, --train and --check")
+    return options, settings
+
+
+def main() -> int:
+    try:
+        options, settings = arguments()
+        config = train_gpt.parse_config(settings)
+        if options.against:                 # each checkout runs in processes of its own, started by the first rank
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(compare_checkouts(options.against, settings, options.repeat))
+            return 0
+        variants = {AS_GIVEN: config} | {text: vary(text, settings, options.train) for text in options.tries}
+        world = train_gpt.World()
+        say = functools.partial(print, flush=True) if world.rank == 0 else lambda *_: None
+        if options.check:
+            for deterministic in (True, False):
+                say(check(config, world, options.check, deterministic))
+        say(train_in_turn(variants, world, say) if options.train else
+            time_in_turn(variants, world, options.repeat, say))
+    except (UserError, Diverged, LogError, ShardError, RecordError) as error:
+        print(f"records.tools.ablate: {error}", file=sys.stderr)
+        return 2
+    world.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""A command line becomes a configuration: made-up settings, since this part knows nothing of the program's."""
+from dataclasses import dataclass
+
+import pytest
+
+from records.run.settings import UserError, change, flat, parse, parse_value, split_values
+
+
+@dataclass(frozen=True)
+class Layer:
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    batch_tokens: int
+    windows: tuple[int, int]
+    lr_scale: float
+    multi_token: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Config:
+    preset: str = "small"
+    data_path: str = "here"
+    steps: int = 30
+    lr: float = 0.5
+    smear: bool = True
+    lengths: tuple[int, ...] = (2, 3)
+    fp8: tuple[str, ...] = ("head", "mlp")
+    reference: tuple[str, ...] = ()
+    layers: tuple[Layer, ...] = (Layer(), Layer(wide=True))
+    stages: tuple[Stage, ...] = (Stage(64, (1, 3), 1.0, ((1, 1), (0.5, 0.0))), Stage(128, (3, 7), 1.5, ((1, 1),)))
+
+
+PRESETS = {"small": Config(), "large": Config(preset="large", steps=90)}
+
+
+def parsed(*argv: str, **environment: str) -> Config:
+    return parse(list(argv), PRESETS, "small", "Made up.", environment)[0]
+
+
+def test_every_field_is_a_flag():
+    assert parsed() == PRESETS["small"] and parsed("--preset", "large") == PRESETS["large"]
+    config = parsed("--steps", "7", "--lr=1", "--smear", "false", "--lengths", "4", "--data_path", "there")
+    assert (config.steps, config.lr, config.smear, config.lengths, config.data_path) == (7, 1.0, False, (4,), "there")
+    assert type(config.lr) is float and parsed("--lengths", "4,5").lengths == (4, 5)
+
+
+def test_names_in_a_list():
+    assert parsed("--fp8", "head").fp8 == ("head",) and parsed("--reference", "mlp, smear").reference == ("mlp", "smear")
+    assert parsed("--fp8", "none").fp8 == parsed("--fp8", "").fp8 == parsed("--fp8", "()").fp8 == ()
+    assert parsed("--fp8", "(head,attention)").fp8 == ("head", "attention")     # as inside `--try fp8=(head,attention)`
+
+
+def test_a_column_of_the_stages_takes_a_value_a_stage():
+    config = parsed("--batch_tokens", "256,512", "--windows", "(1,3),(5,11)", "--lr_scale", "1,2")
+    assert [stage.batch_tokens for stage in config.stages] == [256, 512]
+    assert [stage.windows for stage in config.stages] == [(1, 3), (5, 11)]
+    assert [stage.lr_scale for stage in config.stages] == [1.0, 2.0] and type(config.stages[0].lr_scale) is float
+    assert config.stages[0].multi_token == ((1, 1), (0.5, 0.0))
+    assert change(config, lr_scale=(3.0, 4.0), steps=5).stages[1] == Stage(512, (5, 11), 4.0, ((1, 1),))
+
+
+@pytest.mark.parametrize("argv, message", [
+    (["--windows", "(1,3),(3,7),(5,11)"], "--windows has 3 values, but there are 2 stages; give one a stage"),
+    (["--batch_tokens", "64"], "--batch_tokens has 1 value, but there are 2 stages; give one a stage"),
+    (["--windows", "1,3"], r"--windows 1,3: expected a value like \(1, 3\)"),
+    (["--batch_tokens", "64,many"], "--batch_tokens 64,many: expected a value like"),
+    (["--stages", "3"], "unknown setting '--stages'"),
+    (["--layers", "3"], "unknown setting '--layers'"),
+    (["--stepz", "3"], "unknown setting '--stepz'; the nearest is --steps"),
+    (["--step=3"], "unknown setting '--step=3'; the nearest is --steps"),
+    (["--steps", "many"], "--steps many: expected a value like 30"),
+    (["--steps", "1.5"], "--steps 1.5: expected a value like 30"),
+    (["--smear", "1"], "--smear 1: expected a value like True"),
+    (["--fp8", "false"], "--fp8 false: expected names with commas between them, or none"),
+    (["--preset", "huge"], "--preset huge: choose small, large"),
+    (["--timetable", "many"], "--timetable many: expected a number of ranks"),
+])
+def test_what_is_refused(argv, message):
+    with pytest.raises(UserError, match=message) as error:
+        parsed(*argv)
+    assert "\n" not in str(error.value)
+
+
+def test_the_environment_stands_in_for_flags():
+    assert parsed(DATA_PATH="elsewhere").data_path == "elsewhere"
+    assert parsed("--data_path", "there", DATA_PATH="elsewhere").data_path == "there"
+    assert parsed(DISABLE_FP8="1").fp8 == () and parsed(DISABLE_FP8="0").fp8 == ("head", "mlp")
+
+
+def test_options_that_are_no_settings():
+    def options(*argv):
+        return parse(list(argv), PRESETS, "small", "Made up.", {})[1]
+
+    assert options() == {"timetable": None, "explain": False}
+    assert options("--timetable", "--explain") == {"timetable": 0, "explain": True}
+    assert options("--timetable", "4")["timetable"] == 4
+
+
+def test_help_names_every_setting(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        parsed("--help")
+    printed = capsys.readouterr().out
+    assert all(f"--{name} " in printed for name in ("steps", "batch_tokens", "multi_token", "fp8", "preset"))
+    assert "default of small: (64, 128)" in printed and "--stages" not in printed
+
+
+def test_a_log_has_the_stages_as_columns():
+    values = flat(PRESETS["small"])
+    assert values["batch_tokens"] == (64, 128) and values["windows"] == ((1, 3), (3, 7)) and "stages" not in values
+    assert values["layers"] == ({"wide": False}, {"wide": True}) and values["steps"] == 30
+
+
+def test_one_stage():
+    only = Config(stages=PRESETS["small"].stages[:1])
+    assert change(only, batch_tokens=(7,)).stages[0].batch_tokens == 7
+    with pytest.raises(UserError, match="--batch_tokens has 2 values, but there is 1 stage"):
+        change(only, batch_tokens=(7, 8))
+    assert parse_value("batch_tokens", "7", (64,)) == (7,)
+
+
+def test_commas_inside_brackets_belong_to_a_value():
+    assert split_values("a,(1,2),[3,(4,5)]") == ["a", "(1,2)", "[3,(4,5)]"]
