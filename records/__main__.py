@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         sub.set_defaults(function=function)
         return sub
 
-    sub = command(run_check, "hold records against their own logs; exit code 1 if one is not true")
+    sub = command(run_check, "hold records against their own logs and commits; exit code 1 if one is not true")
     sub.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="record folders (default: all)")
     add_json(sub)
     sub = command(run_stats, "mean, spread and a t-test against the target, of one configuration's runs")
@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     sub.add_argument("--title", required=True)
     sub.add_argument("--contributors", nargs="+", default=[], metavar="WHO")
     sub.add_argument("--parent", metavar="RECORD", help="name of the record folder that this one builds on")
+    sub.add_argument("--commit", metavar="SHA", help="whose sources ran (default: the logs' commit and its changes)")
     sub.add_argument("--changed", default="", metavar="TEXT", help="what changed (or write it into its README.md)")
     sub.add_argument("--why", default="", metavar="TEXT", help="why it works")
     return top
@@ -146,7 +147,8 @@ def run_sweep(arguments: argparse.Namespace) -> None:
 
 
 def run_new(arguments: argparse.Namespace) -> None:
-    written = {"title": arguments.title, "contributors": arguments.contributors, "parent": arguments.parent}
+    written = {"title": arguments.title, "contributors": arguments.contributors, "parent": arguments.parent,
+               "commit": arguments.commit}
     folder = record.create(read_logs(arguments.logs), arguments.records, arguments.name, written,
                            arguments.changed, arguments.why)
     todo = "" if arguments.changed and arguments.why else "write what changed and why it works into its README.md, then "

@@ -1,8 +1,8 @@
 """Records, the writing half: comparisons, record folders, pictures, the page, the README's table, watch, ab and sweep."""
+import gzip
 import json
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from datetime import datetime
@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, environment
 
-from records.tools import launch, markdown, plots, report, schedule, sweep, watch
+from records.run import sources
+from records.tools import history, launch, markdown, plots, report, schedule, sweep, watch
 from records.tools.check import check
 from records.tools.compare import compare, compare_text
 from records.tools.logs import find_logs, read_logs
 from records.tools.record import RECORDS, create, folders, load, load_all
 from records.tools.schema import RecordError
-from tests.synthetic import SOURCES, command, write_run
+from tests.synthetic import SOURCES, command, commit_sources, git, write_run
 
 WORDS = {"title": "The first <recipe>", "contributors": ["A. Author"], "parent": None}
 TRAINER = f"{sys.executable} -m tests.synthetic"
@@ -25,12 +26,13 @@ TRAINER = f"{sys.executable} -m tests.synthetic"
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch) -> Path:
-    """A folder of records in a checkout whose README wants a table; five finished runs and a record of them are there."""
+    """A folder of records in a repository whose README wants a table; five finished runs and a record are there."""
     monkeypatch.delenv("RUNS_PATH", raising=False)
+    commit = commit_sources(tmp_path)
     (tmp_path / "README.md").write_text(f"# Made up\n\n{markdown.marked(report.MARKER, '')}\n\nThe end.\n")
     root = tmp_path / "records"
     for seed in range(5):
-        write_run(root / "runs", seed=seed)
+        write_run(root / "runs", seed=seed, header={"commit": commit})
     create(read_logs([root / "runs"]), root, "first", WORDS, changed="All.", why="It learns.")
     return root
 
@@ -40,11 +42,14 @@ def first(root: Path) -> Path:
     return root / "2026-11-21_first"
 
 
-def add_second(root: Path, **options) -> Path:
+CHANGED = {**SOURCES, "train_gpt.py": SOURCES["train_gpt.py"] + b"# faster\n"}
+
+
+def add_second(root: Path, **header) -> Path:
     """A faster record with other settings and sources, whose parent is the first."""
-    changed = {**SOURCES, "train_gpt.py": SOURCES["train_gpt.py"] + b"# faster\n"}
+    header = {"commit": commit_sources(root.parent, CHANGED), **header}
     for seed in range(3):
-        write_run(root / "runs", "second", seed, settings={"lr": 0.026}, pace_ms=24.0, sources=changed, **options)
+        write_run(root / "runs", "second", seed, settings={"lr": 0.026}, pace_ms=24.0, sources=CHANGED, header=header)
     words = {"title": "Faster", "contributors": [], "parent": "2026-11-21_first", "date": "2026-11-30"}
     return create(read_logs([root / "runs" / "*-second"]), root, "second", words, changed="The rate.", why="It is higher.")
 
@@ -74,7 +79,13 @@ def test_a_new_record_is_valid(root, first, capsys):
 
 
 def test_the_records_of_this_repository_are_valid():
-    assert {folder.name: check(folder)[0] for folder in folders(RECORDS)} == {folder.name: [] for folder in folders(RECORDS)}
+    """Where the clone is shallow their sources cannot be held against their commits, and a note says so."""
+    shallow = git(ROOT, "rev-parse", "--is-shallow-repository") == "true" if (ROOT / ".git").exists() else True
+    assert len(folders(RECORDS)) >= 6
+    for folder in folders(RECORDS):
+        problems, notes = check(folder)
+        assert problems == [], folder
+        assert shallow or not any("not checked" in note for note in notes)
 
 
 def change_json(folder: Path, **fields) -> None:
@@ -84,9 +95,15 @@ def change_json(folder: Path, **fields) -> None:
 
 def change_log(folder: Path, pattern: str, replacement: str, count: int = 1) -> None:
     log = find_logs(folder)[0]
-    text, changed = re.subn(pattern, replacement, log.read_text(), count=count)
+    text, changed = re.subn(pattern, replacement, gzip.decompress(log.read_bytes()).decode(), count=count)
     assert changed, f"nothing to change: {pattern}"
-    log.write_text(text)
+    log.write_bytes(gzip.compress(text.encode()))
+
+
+def change_byte(log: Path, at: int) -> None:
+    contents = bytearray(log.read_bytes())
+    contents[at] ^= 1
+    log.write_bytes(contents)
 
 
 @pytest.mark.parametrize("damage, problem", [
@@ -99,14 +116,22 @@ def change_log(folder: Path, pattern: str, replacement: str, count: int = 1) -> 
     (lambda f: change_json(f, date="yesterday"), "date 'yesterday' is not of the form"),
     (lambda f: change_json(f, runs=[{}]), "a run needs 'log' as str, found nothing"),
     (lambda f: change_json(f, note="new"), "unknown note"),
-    (lambda f: change_json(f, schema=2), "read a JSON object with schema 1"),
+    (lambda f: change_json(f, schema=1), "read a JSON object with schema 2"),
+    (lambda f: change_json(f, commit="0" * 40), "commit is 000000000000, but the logs name"),
+    (lambda f: change_json(f, commit="0" * 40), "commit 000000000000 is not in this repository, so what ran is unknown"),
+    (lambda f: change_json(f, commit="HEAD"), "commit 'HEAD': expected all 40 hexadecimal digits"),
+    (lambda f: change_json(f, commit=commit_sources(f.parent.parent, CHANGED)), "has sources with the hash"),
+    (lambda f: change_json(f, commit=commit_sources(f.parent.parent)), "but the logs name"),
+    (lambda f: (f / "changes.patch").write_text("nonsense"), "the patch does not fit the commit"),
     (lambda f: (f / "record.json").write_text("{"), "not JSON"),
     (lambda f: (f / "record.json").unlink(), "no record.json"),
     (lambda f: (f / "README.md").unlink(), "no README.md"),
     (lambda f: (f / "README.md").write_text("# Nothing"), '"## Why it works" is missing'),
-    (lambda f: (f / "sources/train_gpt.py").write_text("other"), "sources/ (2 files) has another hash"),
-    (lambda f: (f / "sources/added.py").write_text(""), "sources/ (3 files) has another hash"),
-    (lambda f: shutil.rmtree(find_logs(f)[0].parent), "seeds is [0, 1, 2, 3, 4], but the logs give [1, 2, 3, 4]"),
+    (lambda f: (f / "README.md").write_text("# Nothing"), "it does not say how to run commit"),
+    (lambda f: change_byte(find_logs(f)[2], 500), "cannot be unpacked"),
+    (lambda f: change_log(f, r'("step": 7, "loss": \d\.\d{3})\d', r"\g<1>0"), "log has changed since the record was made"),
+    (lambda f: find_logs(f)[0].unlink(), "record.json has the runs"),
+    (lambda f: find_logs(f)[0].unlink(), "seeds is [0, 1, 2, 3, 4], but the logs give [1, 2, 3, 4]"),
     (lambda f: change_log(f, '"seed": 0', '"seed": 1', 2), "repeat seeds"),
     (lambda f: change_log(f, '"driver": "580.95"', '"driver": "590.1"'), "ran in different environments: driver"),
     (lambda f: change_log(f, r'"ms": \d+', '"ms": 999'), "work ran outside the clock"),
@@ -122,7 +147,7 @@ def test_check_finds_damage(first, damage, problem):
 
 
 def test_one_run_says_so(root, capsys):
-    write_run(root / "runs", "single")
+    write_run(root / "runs", "single", header={"commit": git(root.parent, "rev-parse", "HEAD")})
     words = {"title": "One run", "contributors": [], "parent": None}
     folder = create(read_logs([root / "runs" / "*-single"]), root, "single", words, changed="x", why="y")
     problems, notes = check(folder)
@@ -130,12 +155,91 @@ def test_one_run_says_so(root, capsys):
     assert json.loads((folder / "record.json").read_text())["p_value"] is None
 
 
-def test_notes_of_a_slower_record(root):
-    write_run(root / "runs", "slower", 0, pace_ms=40.0, header={"dirty": True})
-    write_run(root / "runs", "slower", 1, pace_ms=40.0, header={"dirty": True})
+def test_notes_of_a_slower_record(root, first):
+    header = {"dirty": True, "commit": load(first).data["commit"]}
+    for seed in range(2):
+        write_run(root / "runs", "slower", seed, pace_ms=40.0, header=header)
     words = {"title": "Slower", "contributors": [], "parent": "2026-11-21_first"}
-    problems, notes = check(create(read_logs([root / "runs" / "*-slower"]), root, "slower", words, changed="x", why="y"))
+    slower = create(read_logs([root / "runs" / "*-slower"]), root, "slower", words, changed="x", why="y")
+    problems, notes = check(slower)
     assert problems == [] and "uncommitted changes" in notes[-2] and "not faster than its parent" in notes[-1]
+
+
+# The sources of a record, in git
+
+def test_a_log_keeps_every_byte(root, first):
+    """Packed, and the same each time; what a run wrote comes out again."""
+    runs = find_logs(root / "runs")
+    packed = find_logs(first)
+    assert [log.name for log in packed] == [f"{log.parent.name}.jsonl.gz" for log in runs]
+    assert [gzip.decompress(log.read_bytes()) for log in packed] == [log.read_bytes() for log in runs]
+    assert all(log.read_bytes()[4:8] == bytes(4) for log in packed)         # gzip's time stamp
+    assert [run.label for run in read_logs([first])] == [run.label for run in read_logs([root / "runs"])]
+
+
+def test_changes_on_top_of_a_commit_are_kept(root, tmp_path):
+    """A file that is changed, one that is new and one that is gone; also where other files changed and were staged."""
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "train_gpt.py").write_bytes(b"print('other')")
+    (tmp_path / "kernels/new.py").write_bytes(b"new = '\xff'\r\n")
+    (tmp_path / ".gitignore").write_text("new.py\n")
+    (tmp_path / "kernels/xxt.py").unlink()
+    git(tmp_path, "add", ".gitignore")
+    staged, patch = git(tmp_path, "status", "--porcelain"), sources.source_changes(tmp_path)
+    assert git(tmp_path, "status", "--porcelain") == staged and b"gitignore" not in patch and b"README" not in patch
+    expected = {"train_gpt.py": b"print('other')", "kernels/new.py": b"new = '\xff'\r\n"}
+    assert sources.project_sources(tmp_path) == history.sources_at(tmp_path, commit, patch) == expected
+    log = write_run(root / "runs", "changed", sources=expected, header={"commit": commit, "dirty": True})
+    (log.parent / "changes.patch").write_bytes(patch)
+    git(tmp_path, "reset", "--quiet", "--hard")
+    (tmp_path / "kernels/new.py").unlink()
+    assert sources.source_changes(tmp_path) == b""
+    folder = create(read_logs([log]), root, "changed", WORDS, changed="x", why="y")
+    problems, notes = check(folder)
+    assert problems == [] and f"are those of commit {commit[:12]} with changes.patch" in notes[1]
+    (again,) = re.findall(r"^    (git worktree.*)$", (folder / "README.md").read_text(), re.M)
+    subprocess.run(again.split("&& torchrun")[0] + "&& pwd", shell=True, cwd=tmp_path, check=True, capture_output=True)
+    assert sources.project_sources(tmp_path.parent / folder.name) == expected
+    (folder / "changes.patch").unlink()
+    assert "has sources with the hash" in check(folder)[0][0]
+
+
+def test_a_record_names_another_commit_than_its_logs(root, tmp_path):
+    """The tree had changes, kept nowhere, but a later commit holds what ran."""
+    first, commit = git(tmp_path, "rev-parse", "HEAD"), commit_sources(tmp_path, CHANGED)
+    log = write_run(root / "runs", "later", sources=CHANGED, header={"commit": first, "dirty": True})
+    with pytest.raises(RecordError, match="not those of commit .*; commit what ran, and name it with --commit"):
+        create(read_logs([log]), root, "later", WORDS)
+    words = ["new", log, "--name", "later", "--title", "Later", "--changed", "x", "--why", "y", "--commit", commit]
+    assert command("--records", root, *words) == 0
+    problems, notes = check(root / "2026-11-21_later")
+    assert problems == [] and f"the logs name commit {first[:12]} with uncommitted changes" in notes[1]
+
+
+def test_a_shallow_clone_says_what_it_cannot_check(root, first, tmp_path):
+    git(tmp_path, "add", "records", "README.md")
+    commit_sources(tmp_path, CHANGED)
+    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{tmp_path}", str(tmp_path / "clone"))
+    problems, notes = check(tmp_path / "clone/records" / first.name)
+    assert problems == [] and "not checked: this clone is shallow and lacks commit" in notes[0]
+    assert "`git fetch --unshallow` brings it" in notes[0]
+    git(tmp_path / "clone", "fetch", "--quiet", "--unshallow")
+    assert check(tmp_path / "clone/records" / first.name) == ([], [])
+
+
+def test_without_git_a_record_is_not_checked_against_its_commit(first, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    problems, notes = check(first)
+    assert problems == [] and notes == ["its sources were not checked: git is not installed"]
+    assert sources.source_changes(ROOT) == b""
+    change_log(first, '"sources": "', '"sources": "0')
+    assert check(first)[0]                                  # all that needs no history is still checked
+
+
+def test_a_folder_outside_any_repository(tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "ROOT", tmp_path)
+    with pytest.raises(history.NoHistory, match="git shows no repository here .*not a git repository"):
+        history.sources_at(tmp_path, "0" * 40)
 
 
 def test_create_refuses(root):
@@ -146,15 +250,19 @@ def test_create_refuses(root):
         create(runs, root, "a/b", WORDS)
     with pytest.raises(RecordError, match="parent 'gone': no record of that name; there are: 2026-11-21_first"):
         create(runs, root, "other", {**WORDS, "parent": "gone"})
-    (root / "runs" / "sources" / runs[0].header["sources"] / "train_gpt.py").write_text("changed")
-    with pytest.raises(RecordError, match="changed since"):
+    other = {**WORDS, "commit": commit_sources(root.parent, CHANGED)}
+    with pytest.raises(RecordError, match="the runs' sources are not those of commit"):
+        create(runs, root, "other", other)
+    for run in runs:
+        run.header["commit"] = None
+    with pytest.raises(RecordError, match="the logs name no commit"):
         create(runs, root, "other", WORDS)
 
 
 # Comparisons
 
 def test_compare(root):
-    add_second(root, header={"driver": "590.1"})
+    add_second(root, driver="590.1")
     a, b = load_all(root)
     result = compare(a.runs, b.runs)
     assert result["time_s"]["difference"] == pytest.approx(b.data["mean_time_s"] - a.data["mean_time_s"])
@@ -170,7 +278,7 @@ def test_compare(root):
 
 def test_differences_are_shown_where_they_begin(root):
     layers = [{"attention": True, "skip_from": None}] * 5
-    add_second(root, header={"devices": ["NVIDIA H200"] * 8})
+    add_second(root, devices=["NVIDIA H200"] * 8)
     a, b = load_all(root)
     a.runs[0].header["config"]["layers"], b.runs[0].header["config"]["layers"] = layers, [*layers[1:], {"attention": False}]
     text = compare_text(compare(a.runs[:1], b.runs[:1]))
@@ -276,7 +384,7 @@ def test_schedule_panels(first):
 
 
 def test_report(root):
-    add_second(root, header={"driver": "590.1"})
+    add_second(root, driver="590.1")
     page, notes = report.write(root)
     html = page.read_text()
     assert notes == [] and html.count("<section") == 2 and html.count("<svg") == 11

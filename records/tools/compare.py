@@ -21,9 +21,9 @@ def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> 
     result = {"names": list(names), "notes": []}
     for name, runs in zip(names, (a, b)):
         require_sample(runs, name)
-    both = {run.path.resolve() for run in a} & {run.path.resolve() for run in b}
+    both = [run.label for run in a if run.sha256 in {other.sha256 for other in b}]
     if both:
-        raise RecordError(f"{', '.join(sorted(path.parent.name for path in both))}: on both sides; compare takes two samples")
+        raise RecordError(f"{', '.join(sorted(both))}: on both sides; compare takes two samples")
     for key, values in {"loss": lambda run: run.loss, "time_s": lambda run: run.time_s}.items():
         losses = [[values(run) for run in runs] for runs in (a, b)]
         result[key] = {"a": asdict(describe(losses[0])), "b": asdict(describe(losses[1])), **asdict(welch(*losses))}

@@ -8,7 +8,6 @@ from datetime import date
 from html import escape
 from pathlib import Path
 
-from records.run.sources import source_files
 from records.tools import markdown
 from records.tools.compare import compare, difference_text
 from records.tools.plots import figures, page_svg, progress_figure
@@ -137,21 +136,24 @@ def parent_html(record: Record, parent: Record | None) -> str:
     settings = {key: pair for key, pair in result["configuration"].items() if key != "sources"}
     found = {"loss": difference_text(result["loss"], 4, "nats/token"), "time": difference_text(result["time_s"], 3, "s"),
              "settings": list_clashes(settings, 20) or "the same",
-             "sources": ", ".join(changed_sources(parent.folder / "sources", record.folder / "sources")) or "the same"}
+             "sources": changed_sources(parent, record)}
     notes = "".join(f"<p><strong>{escape(note)}</strong></p>" for note in result["notes"])
     return f'<p>Against <a href="#{parent.name}">{escape(parent.data["title"])}</a>:</p>{pairs_html(found)}{notes}'
 
 
-def changed_sources(before: Path, after: Path) -> list[str]:
+def changed_sources(before: Record, after: Record) -> str:
     """"train_gpt.py +12 -3" for each file that differs."""
-    old, new = source_files(before), source_files(after)
+    try:
+        old, new = before.sources(), after.sources()
+    except RecordError as error:
+        return f"unknown: {error}"
     changed = []
     for path in sorted(old.keys() | new.keys()):
         if old.get(path) != new.get(path):
             lines = [files.get(path, b"").decode(errors="replace").splitlines() for files in (old, new)]
             diff = list(difflib.unified_diff(*lines, n=0))[2:]
             changed.append(f"{path} +{sum(line[0] == '+' for line in diff)} -{sum(line[0] == '-' for line in diff)}")
-    return changed
+    return ", ".join(changed) or "the same"
 
 
 def html_table(head: list[str], rows: list[list[str]], kind: str = "") -> str:

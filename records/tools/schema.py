@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from records.run.log import LOG_NAME
+
 LOG_SCHEMA = 1
-LOG_NAME = "log.jsonl"
+PACKED = ".jsonl.gz"  # how the name of a record's log ends
 NUMBER = int | float
 # Field -> type, for each kind of line in a `log.jsonl`. `header` is the first line; `summary` or `stopped` is the last.
 LINES = {
@@ -48,6 +50,7 @@ class Run:
     stopped: str | None = None  # why a run ended early
     foreign: bool = False
     warnings: list[str] = field(default_factory=list)  # what is incomplete or unknown
+    sha256: str = ""  # of the log, unpacked
 
     @property
     def name(self) -> str:
@@ -55,8 +58,10 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The folder's name for our logs, the file's for foreign ones: what a message should call this run."""
-        return self.path.name if self.foreign else self.path.parent.name
+        """What a message should call this run: the folder's name, or the file's for foreign logs and those of a record."""
+        if self.path.name.startswith(LOG_NAME):
+            return self.path.parent.name
+        return self.path.name.removesuffix(PACKED)
 
     @property
     def seed(self) -> int | None:
