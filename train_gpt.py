@@ -19,7 +19,6 @@ How to read it:
 Each folder of `kernels/` is a part of the model, where every Triton kernel has a reference in plain PyTorch.
 """
 import gc
-import math
 import os
 import signal
 import sys
