@@ -20,7 +20,15 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.example import Example
-from kernels.fp8.formats import E4M3, E5M2, paired, pairs, round_to_fp8, rounding_slack
+from kernels.fp8.formats import (
+    E4M3,
+    E5M2,
+    paired,
+    pairs,
+    round_to_fp8,
+    rounding_slack,
+    widened,
+)
 
 # (tile rows, tile columns, depth in bytes, warps, stages, programs a multiprocessor), best first, from
 # kernels.bench --sweep. The first is used. At the right: KB of shared memory, of 227 (Triton 3.6, sm_90).
@@ -49,16 +57,14 @@ BACKWARD_CONFIGS = [
 
 def exact_relu_squared(x: Tensor, w: Tensor, scale: Tensor, act_scale: Tensor) -> Tensor:
     """relu(scale · x wᵀ)² / act_scale, not rounded; in float32, or float64 if x is float64."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.relu(x.to(wide) @ w.to(wide).mT * scale).square() / act_scale
+    return torch.relu(widened(x) @ widened(w).mT * scale).square() / act_scale
 
 
 def exact_backward(grad: Tensor, w: Tensor, act: Tensor, scale: Tensor, act_scale: Tensor,
                    pre_scale: Tensor) -> Tensor:
     """2 √(act_scale · act) · (scale · grad wᵀ) / pre_scale, not rounded; in float32, or float64 if grad is
     float64."""
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return grad.to(wide) @ w.to(wide).mT * scale * (2 * (act.to(wide) * act_scale).sqrt()) / pre_scale
+    return widened(grad) @ widened(w).mT * scale * (2 * (widened(act) * act_scale).sqrt()) / pre_scale
 
 
 def relu_squared_fp8_reference(x: Tensor, w: Tensor, scale: Tensor,
@@ -94,7 +100,8 @@ def finish(product, factor, act_desc, fp8_desc, transposed_desc, row, column, LI
 @triton.jit
 def product_kernel(x_desc, w_desc, act_desc, act_scale_ptr, fp8_desc, transposed_desc, scale_ptr,
                    fp8_scale_ptr, tokens, hidden, width, LIMIT: tl.constexpr, PROGRAMS: tl.constexpr,
-                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    GROUP: tl.constexpr = 8     # A band of 8 rows of tiles is walked column by column, for the L2 cache.
     row_tiles, column_tiles = tl.cdiv(tokens, ROWS), tl.cdiv(hidden, COLUMNS)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
         first = tile // (GROUP * column_tiles) * GROUP
@@ -162,7 +169,7 @@ def launch(x: Tensor, w: Tensor, scale: Tensor, fp8_scale: Tensor, dtype: torch.
         tiled(out, rows, columns // 2), tiled(transposed.view(torch.int16), columns // 2, rows // 2),
         scale, fp8_scale, len(x), len(w), x.shape[1],
         LIMIT=None if x.is_cuda else torch.finfo(dtype).max, PROGRAMS=programs,
-        ROWS=rows, COLUMNS=columns, DEPTH=depth, GROUP=8, num_warps=warps, num_stages=stages)
+        ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
     return out, transposed
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.backend import EPS, check, tl, triton
 from kernels.example import Example
-from kernels.fp8.formats import E4M3, Quantized, normed_scale, packed, paired, rounding_slack
+from kernels.fp8.formats import E4M3, Quantized, normed_scale, packed, paired, rounding_slack, widened
 from kernels.fp8.quantize import quantize, quantize_reference
 from kernels.mlp.residual import Summands, add_up, mlp_input_reference
 from kernels.mlp.residual_gradient import check_like, residual_backward, summed
@@ -40,13 +40,11 @@ COLUMNS, LONG = 256, 1024  # columns of a chunk: 16 bytes of bfloat16 for each t
 
 def sum_and_norm_fp8_reference(summands: Summands, scales: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """As `sum_and_norm_fp8`, in plain PyTorch."""
-    dtype = summands[0].dtype
-    wide = torch.promote_types(dtype, torch.float32)
     a, c = (1, 1) if scales is None else scales
-    y = a * add_up(tuple(x.to(wide) for x in summands))
+    y = a * add_up(tuple(map(widened, summands)))
     rms = (y.square().mean(1) + EPS).sqrt()
     scale = torch.tensor(normed_scale(y.size(1)), device=y.device)
-    out = (c * y).to(dtype) if summands[1:] or scales is not None else None
+    out = (c * y).type_as(summands[0]) if summands[1:] or scales is not None else None
     return out, *quantize_reference(y / rms[:, None], scale, in_pairs=True), rms
 
 
