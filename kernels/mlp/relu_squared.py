@@ -82,18 +82,18 @@ def relu_squared_backward_fp8_reference(grad: Tensor, w: Tensor, act: Tensor, sc
 
 
 @triton.jit
-def finish(product, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT: tl.constexpr):
+def finish(result, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT: tl.constexpr):
     """Apply the epilogue to a tile, and store it in FP8, both ways. Backward has `act_desc`, forward None."""
-    product *= factor
+    result *= factor
     if act_desc is not None:
-        product *= tl.sqrt(act_desc.load([row, column]).to(tl.float32))
+        result *= tl.sqrt(act_desc.load([row, column]).to(tl.float32))
     else:
-        product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        product *= product
+        result = tl.maximum(result, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result *= result
     if LIMIT is not None:  # a GPU's conversion saturates, the interpreter's does not
-        product = tl.clamp(product, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    fp8_desc.store([row, column], product.to(fp8_desc.dtype))
-    in_pairs = pairs(product, fp8_desc.dtype, product.shape[0], product.shape[1])
+        result = tl.clamp(result, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    fp8_desc.store([row, column], result.to(fp8_desc.dtype))
+    in_pairs = pairs(result, fp8_desc.dtype, result.shape[0], result.shape[1])
     transposed_desc.store([column, row // 2], in_pairs.T)
 
 
@@ -108,9 +108,9 @@ def product_kernel(x_desc, w_desc, act_desc, act_scale_ptr, fp8_desc, transposed
         height = min(GROUP, row_tiles - first)
         row = (first + tile % (GROUP * column_tiles) % height) * ROWS
         column = tile % (GROUP * column_tiles) // height * COLUMNS
-        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        result = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, width, DEPTH):
-            product = tl.dot(x_desc.load([row, start]), w_desc.load([column, start]).T, product,
+            result = tl.dot(x_desc.load([row, start]), w_desc.load([column, start]).T, result,
                              input_precision="ieee")
         # All scales are one factor. Forward it multiplies before the square, so the output's is under a root.
         factor = tl.load(scale_ptr)
@@ -122,7 +122,7 @@ def product_kernel(x_desc, w_desc, act_desc, act_scale_ptr, fp8_desc, transposed
         else:
             factor *= tl.sqrt(to_fp8)
         # In two halves, which need half the shared memory. What is saved deepens the pipeline.
-        halves = tl.permute(tl.reshape(product, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
+        halves = tl.permute(tl.reshape(result, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
         left, right = tl.split(halves)
         finish(left, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT)
         column += COLUMNS // 2

@@ -1,6 +1,6 @@
 """y = a Σ summands gives c y, and q = fp8(y / rms(y) / scale) with its transpose, in one pass.
 
-What FP8 matmuls read of norm(y) is q and qᵀ, and the norm's own backward has y from c y, which is stored
+FP8 matmuls read q and qᵀ instead of norm(y), and the norm's own backward gets y from c y, which is stored
 anyway. So norm(y) is never written in bfloat16: 75 MB for 49,152 × 768 that no kernel writes and reads again.
 q is made of the float32 norm, not of one rounded to bfloat16. Its scale is a constant, because no element of
 a normed row passes √width, so nothing saturates. One H200, 49,152 × 768: 99.7 µs, where a norm and a
@@ -110,7 +110,7 @@ class SumAndNormFP8(torch.autograd.Function):
         out = summands[0] if out is None else out
         ctx.save_for_backward(out, rms, scales)
         ctx.mark_non_differentiable(q, transposed)
-        # Or autograd would make gradients of q and qᵀ: 75 MB of zeros that nobody reads.
+        # Otherwise autograd would make gradients of q and qᵀ: 75 MB of zeros that no kernel reads.
         ctx.set_materialize_grads(False)
         ctx.count = len(summands)
         return out, q, transposed, *(out.new_empty(()).expand_as(out) for _ in range(readers))
