@@ -120,8 +120,8 @@ def layers_with_ngrams(functions, layers: list, shared: list, repeat: bool = Fal
     """q, k, v of layers that all add the n-gram rows of `shared`, and all gradients.
 
     `layers`: what `HeadInputs.from_qkv` made for each, with fewer gradients where nothing reads the last
-    results, and none where nothing reads the layer. `shared`: rows and scales. `repeat`: take the gradients from
-    the second backward pass through the graph.
+    results, and none where nothing reads the layer. `shared`: rows and scales. `repeat`: take the gradients
+    from the second backward pass through the graph.
     """
     share, function = functions
     rows, scales = shared = [x.detach().clone().requires_grad_() for x in shared]
