@@ -138,7 +138,7 @@ def share_values(rows: Tensor, scales: Tensor) -> list[NGramValues]:
 
 
 def leave_gradient(ngrams: NGramValues | None, v_grad: Tensor) -> Tensor:
-    """`v_grad` (n, heads, head_dim), contiguous. A view of its first heads is stored as the rows' gradient."""
+    """`v_grad` (n, heads, head_dim), contiguous. A view of its first heads is stored: the rows' gradient."""
     v_grad = v_grad.contiguous()
     if ngrams is not None:
         if ngrams.grads is None:
