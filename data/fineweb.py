@@ -235,10 +235,11 @@ def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
             raise DataError(f"{folder}: {len(missing)} shards need {size / 1e9:.1f} GB and {free / 1e9:.1f} "
                             "GB are free; free some or choose another folder with --out")
         with tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
+            def fetch_one(name: str) -> tuple[str, dict]:
+                return name, hub.fetch(name, published[name], bar)
+
             try:
-                for name, facts in pool.imap_unordered(lambda name: (name,
-                                                                     hub.fetch(name, published[name], bar)),
-                                                       missing):
+                for name, facts in pool.imap_unordered(fetch_one, missing):
                     manifest.record(name, facts)  # first: no shard stands there without its SHA-256
                     os.replace(staging / name, folder / name)
                     tqdm.write(f"{name}: {facts['tokens']:,} tokens, {facts['documents']:,} documents",

@@ -21,10 +21,7 @@ ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 12
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What the loader needs to know beside the shapes of the steps.
-
-    Messages name these as the settings of a run.
-    """
+    """What the loader needs to know beside the shapes of the steps; all of it are settings of a run."""
     folder: str                 # of token shards (--data_path)
     vocab_size: int             # ids in a shard are below it
     padded_vocab: int           # rows of the head: candidates of a sampled softmax are below it
@@ -47,10 +44,8 @@ class Batch(NamedTuple):
     """Sequences packed end to end. All but `max_length` are tensors."""
     tokens: Tensor          # (n,) int32
     targets: Tensor         # (n,) int32: the next token; -1 is not scored
-    # (most sequences + 1,) int32: where each sequence starts; all entries after the last are n.
-    cu_seqlens: Tensor
-    # (k,) int32, ascending: tokens whose logits are computed, all targets among them; (0,): all.
-    candidates: Tensor
+    cu_seqlens: Tensor      # (most sequences + 1,) int32: where each sequence starts, then n to the end
+    candidates: Tensor      # (k,) int32, ascending: tokens whose logits are computed; (0,): all tokens
     max_length: int         # no sequence is longer
 
 
@@ -155,8 +150,8 @@ class Loader:
 
     def too_few(self, index: int) -> str:
         """The message where the text ends in the step `index`."""
-        total, wanted = sum(len(self.text.tokens(i)) for i in range(len(self.text))), [s.tokens
-                                                                                       for s in self.shapes]
+        total = sum(len(self.text.tokens(i)) for i in range(len(self.text)))
+        wanted = [shape.tokens for shape in self.shapes]
         lasted = sum(wanted[:index]) or total * self.settings.epochs
         return (f"{self.settings.folder}: {len(self.text)} training shards with {total:,} tokens last for "
                 f"{index} of {len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set "
@@ -222,7 +217,7 @@ class Room:
     def __init__(self, size: int, device: torch.device):
         self.here = torch.empty(size, dtype=torch.int32, pin_memory=True)
         self.there = torch.empty(size, dtype=torch.int32, device=device)
-        # The copy has arrived; its last reader ended.
+        # Events: the copy has arrived; the last reader of the copy has ended.
         self.ready, self.left = torch.cuda.Event(), torch.cuda.Event()
 
     def bring(self, batches: list[Batch], stream: torch.cuda.Stream) -> list[Batch]:

@@ -3,7 +3,7 @@
     python -m data.peek data/shards/fineweb                     all shards of a folder
     python -m data.peek data/shards/fineweb/fineweb_val_000000.bin --documents 10
     python -m data.peek data/shards/mine --vocabulary gpt2.tiktoken
-    python -m data.peek data/shards/fineweb --ids               ids in place of text: needs no vocabulary
+    python -m data.peek data/shards/fineweb --ids               ids, not text: needs no vocabulary
 
 Every document begins with the vocabulary's last id, so the largest id of a shard is taken for the start
 token, and tells the vocabulary: 256 is bytes, 50256 GPT-2's.
@@ -49,8 +49,8 @@ def open_all(inputs: list[Path]) -> tuple[list[Shard], int]:
 
     DataError if one does not fit the others.
     """
-    paths = [path for place in inputs for path in (sorted(place.glob("*.bin")) if place.is_dir()
-                                                   else [place])]
+    paths = [path for place in inputs
+             for path in (sorted(place.glob("*.bin")) if place.is_dir() else [place])]
     if not paths:
         raise DataError(f"{inputs[0]}: no shards (*.bin) in it; make some with python -m data.text or "
                         "data.fineweb")
@@ -102,10 +102,10 @@ def schedule_fit(lengths: np.ndarray, total: int, bos: int) -> str:
         taken = sum(wanted / left[cut] for cut, wanted in schedule.items())
         setting = "" if bos in SCHEDULES else f" --vocab_size {bos + 1}"
         cuts = ", ".join(f"{cut:,} leaves {share:.1%}" for cut, share in left.items())
+        more = f"it does not fit in one; --epochs {math.ceil(taken / total)} does."
         lines.append(f"--preset {preset}{setting} takes about {taken:,.0f} tokens of training shards like "
                      f"these (cutting documents at {cuts}); there are {total:,}: {taken / total:.2f} epochs, "
-                     + ("it fits." if taken <= total else "it does not fit in one; --epochs "
-                                                          f"{math.ceil(taken / total)} does."))
+                     + ("it fits." if taken <= total else more))
     return "\n".join(lines)
 
 

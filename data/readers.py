@@ -27,7 +27,7 @@ class Documents:
 
     `kind` ("text", "jsonl", "parquet") overrides the endings of names; `split` (a key of SEPARATORS) says
     what separates documents in plain text; `field` is the field or column that holds the text; `utf8`: "any"
-    takes bytes as they are, "strict" refuses what is not UTF-8, "replace" puts U+FFFD in its place. DataError
+    takes bytes as they are, "strict" refuses what is not UTF-8, "replace" puts U+FFFD there. DataError
     names the file and the place.
     """
 
@@ -35,7 +35,7 @@ class Documents:
                  utf8: str = "strict") -> None:
         self.kind, self.split, self.field, self.utf8 = kind, split, field, utf8
         self.files = [file for name in inputs for file in self.find(name)]
-        # Bytes on disk.
+        # Bytes on disk, of which a progress bar shows how many were read.
         self.total = None if "-" in self.files else sum(os.path.getsize(f) for f in self.files)
         self.position = 0  # bytes read so far, for a progress bar
 
@@ -49,8 +49,8 @@ class Documents:
                             "parquet")
         if not path.is_dir():
             raise DataError(f"{name}: no such file or folder")
-        files = (p for p in path.rglob("*") if not any(part.startswith(".")
-                                                       for part in p.relative_to(path).parts))
+        files = (p for p in path.rglob("*")
+                 if not any(part.startswith(".") for part in p.relative_to(path).parts))
         found = [str(p) for p in sorted(files) if p.is_file() and (self.kind or file_format(p.name))]
         if not found:
             raise DataError(f"{name}: holds no {', '.join(FORMATS)} (nor .gz or .zst of these); for other "
@@ -125,7 +125,7 @@ def decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
 
 def seekable(stream: BinaryIO) -> BinaryIO:
     """`stream`, copied to an unnamed file if it cannot go back, since Parquet is read from its end."""
-    # Gzip goes back by reading again from the start.
+    # Gzip can go back, but only by reading again from the start.
     if stream.seekable() and not isinstance(stream, gzip.GzipFile):
         return stream
     copy = tempfile.TemporaryFile()

@@ -163,30 +163,30 @@ def parse_arguments() -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("inputs", nargs="+", metavar="INPUT")
-    option("--out", type=Path, required=True, metavar="DIR", help="folder for the shards, with none in it "
-                                                                  "yet")
+    option("--out", type=Path, required=True, metavar="DIR",
+           help="folder for the shards, with none in it yet")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--bytes", action="store_true", help="a token is a byte (256 starts a document); "
-                                                            "needs no vocabulary")
+    which.add_argument("--bytes", action="store_true",
+                       help="a token is a byte (256 starts a document); needs no vocabulary")
     which.add_argument("--vocabulary", type=Path, metavar="FILE",
-                       help="ranks, a `base64-token rank` a line, in place of GPT-2's, which tiktoken "
+                       help="ranks, a `base64-token rank` a line, instead of GPT-2's, which tiktoken "
                             "fetches once")
-    option("--format", choices=["text", "jsonl", "parquet"], help="of every file, whatever its name "
-                                                                  "(default: by its name; text for -)")
+    option("--format", choices=["text", "jsonl", "parquet"],
+           help="of every file, whatever its name (default: by its name; text for -)")
     option("--split", choices=list(SEPARATORS), default="file",
            help="what ends a document in plain text: the file (default), a line break, blank lines, a NUL "
                 "byte")
-    option("--field", default="text", help="field or column that holds the text in .jsonl and .parquet "
-                                           "(default: text)")
-    option("--replace-invalid", action="store_true", help="put U+FFFD where the input is not UTF-8 (default: "
-                                                          "stop there)")
+    option("--field", default="text",
+           help="field or column that holds the text in .jsonl and .parquet (default: text)")
+    option("--replace-invalid", action="store_true",
+           help="put U+FFFD where the input is not UTF-8 (default: stop there)")
     option("--validation", type=share_of_one, default=0.01, metavar="SHARE",
            help="share held out (default: 0.01)")
     option("--shard-tokens", type=positive, default=SHARD_TOKENS, metavar="N",
            help=f"default: {SHARD_TOKENS:,}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    option("--workers", type=positive, default=cores, metavar="N", help="processes (default: all cores, "
-                                                                        f"{cores} here)")
+    option("--workers", type=positive, default=cores, metavar="N",
+           help=f"processes (default: all cores, {cores} here)")
     return parser.parse_args()
 
 

@@ -84,7 +84,7 @@ def load_vocabulary(choice: str | Path) -> Bytes | BytePairs:
     try:
         with ThreadPool(1) as pool:  # tiktoken itself would wait for ever for a network that does not answer
             return BytePairs(pool.apply_async(tiktoken.get_encoding, ["gpt2"]).get(FETCH_SECONDS))
-    # Requests' errors are OSErrors; a damaged download is a ValueError.
+    # The errors of requests are OSErrors; a damaged download is a ValueError.
     except (OSError, ValueError, TimeoutError) as error:
         raise DataError(f"tiktoken could not fetch GPT-2's vocabulary ({type(error).__name__}). Where there "
                         "is a network run `TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; "

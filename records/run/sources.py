@@ -21,8 +21,8 @@ def project_sources(root: Path = ROOT) -> dict[str, bytes]:
     """Relative POSIX path -> contents of a run's sources as they are on disk, sorted by path."""
     paths = [root / "train_gpt.py", *root.glob("kernels/**/*.py"), *root.glob("data/*.py"),
              *root.glob("records/run/*.py")]
-    return {name: (root / name).read_bytes() for name in sorted(p.relative_to(root).as_posix()
-                                                                for p in paths)}
+    names = sorted(path.relative_to(root).as_posix() for path in paths)
+    return {name: (root / name).read_bytes() for name in names}
 
 
 def hash_sources(files: dict[str, bytes]) -> str:

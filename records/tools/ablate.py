@@ -177,7 +177,7 @@ def check(config: train_gpt.Config, world: train_gpt.World, count: int, determin
     """How far the first losses of two eager runs and two of graphs differ, all from the same weights."""
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(deterministic, warn_only=True)    # attention's backward pass obeys it
-    # Because training does not fill memory either.
+    # Training does not fill memory either.
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         trainer = build(config, world)
@@ -201,10 +201,10 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
                         help="settings to change; repeatable")
     parser.add_argument("--repeat", type=int, default=50, metavar="N",
                         help="timed steps of each stage (default: 50)")
-    parser.add_argument("--train", action="store_true", help="train the whole schedule instead of timing "
-                                                             "steps")
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="time another checkout in turn with "
-                                                                       "this one")
+    parser.add_argument("--train", action="store_true",
+                        help="train the whole schedule instead of timing steps")
+    parser.add_argument("--against", type=Path, metavar="FOLDER",
+                        help="time another checkout in turn with this one")
     parser.add_argument("--check", type=int, default=0, metavar="N",
                         help="compare the first N losses of eager runs and of graphs")
     options, settings = parser.parse_known_args()

@@ -20,8 +20,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 class Timed(NamedTuple):
     """One turn of a checkout."""
-    # Median milliseconds of a step, by the tokens of each stage as the table names them.
-    ms: dict[str, float]
+    ms: dict[str, float]    # median milliseconds of a step, by the tokens of the stage
     gib: float | None       # peak memory of a GPU; None without one
     startup_s: float        # from the start of the process to the end of the warm-up
 

@@ -52,7 +52,7 @@ def parse_foreign(text: str, path: Path) -> Run:
 
 def header(before: list[str], path: Path, total: int) -> dict:
     """The header's fields, as far as the sources and the environment before the steps tell them."""
-    # What is before it are sources, though they hold such a line.
+    # All parts before the last are sources, even if these hold such a line.
     environment = before.pop() if len(before) > 1 else ""
 
     def find(pattern: str) -> str | None:

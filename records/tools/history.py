@@ -50,8 +50,7 @@ def sources_at(folder: Path, commit: str, patch: bytes = b"") -> dict[str, bytes
     except subprocess.CalledProcessError:
         if git(repository, "rev-parse", "--is-shallow-repository").strip() == b"true":
             raise NoHistory(f"this clone is shallow and lacks commit {commit[:12]}; `git fetch --unshallow` "
-                            "brings it"
-                            ) from None
+                            "brings it") from None
         raise RecordError(f"commit {commit[:12]} is not in this repository, so what ran is unknown; if it is "
                           "on a branch that was not fetched, `git fetch --all` brings it") from None
     entries = git(repository, "ls-tree", "-r", "-z", commit).decode().split("\0")[:-1]

@@ -14,7 +14,7 @@ def launch(command: str, runs: Path) -> Run:
     """Run a shell command; returns the one run that it added to the folder `runs`, finished or diverged."""
     before = set(runs.glob(f"*/{LOG_NAME}"))
     print(f"$ {command}", file=sys.stderr, flush=True)
-    # Stdout is for this tool's own result.
+    # The command's output goes to stderr, since stdout is for this tool's own result.
     code = subprocess.run(command, shell=True, stdout=sys.stderr).returncode
     new = sorted(set(runs.glob(f"*/{LOG_NAME}")) - before)
     run = read_log(new[0]) if len(new) == 1 else None

@@ -76,8 +76,7 @@ def read_bytes(path: Path) -> bytes:
         return gzip.decompress(path.read_bytes())
     except (OSError, EOFError, zlib.error) as error:
         raise RecordError(f"{path}: cannot be unpacked ({error}): the file is damaged; `git checkout` brings "
-                          "it back"
-                          ) from None
+                          "it back") from None
 
 
 def parse(text: str, path: Path) -> Run:

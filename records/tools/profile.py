@@ -135,8 +135,7 @@ def main() -> int:
     trainer.warm_up()
     options.out.mkdir(parents=True, exist_ok=True)
     columns = profile_steps(trainer, options.out)
-    # A communicator lives as long as a graph that holds its collectives, and `close` would wait for it for
-    # ever.
+    # A communicator lives as long as a graph that holds its collectives; `close` would wait for it for ever.
     trainer.graphs.clear()
     if world.rank == 0:
         print(table(columns) if any(columns.values()) else "no GPU: the traces show what the CPU did")

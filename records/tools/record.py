@@ -204,9 +204,11 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
     (folder / "record.json").write_text(json.dumps(data, indent=2) + "\n")
     again = run_again(folder, header, data["commit"], bool(patch))
     (folder / "README.md").write_text(
-        f"# {written['title']}\n\n## What changed\n\n{changed or UNWRITTEN}\n\n## Why it "
-        f"works\n\n{why or UNWRITTEN}\n\n## Run it again\n\n    {again}\n\n## "
-        f"Result\n\n{markdown.marked('result', result_table(data))}\n")
+        f"# {written['title']}\n\n"
+        f"## What changed\n\n{changed or UNWRITTEN}\n\n"
+        f"## Why it works\n\n{why or UNWRITTEN}\n\n"
+        f"## Run it again\n\n    {again}\n\n"
+        f"## Result\n\n{markdown.marked('result', result_table(data))}\n")
     return folder
 
 

@@ -83,7 +83,7 @@ def html_page(records: list[Record]) -> str:
                 "runs.</p>"]
     by_name = {record.name: record for record in records}
     body += [record_html(record, by_name.get(record.data["parent"])) for record in reversed(records)]
-    # Or the browser asks a server for one.
+    # Without an icon the browser would ask a server for one.
     icon = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
     return ('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>Records</title>\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -171,7 +171,7 @@ def changed_sources(before: Record, after: Record) -> str:
 
 
 def html_table(head: list[str], rows: list[list[str]], kind: str = "") -> str:
-    """A table of ready HTML cells; each cell names its column, which a phone shows in place of the head."""
+    """A table of ready HTML cells; each cell names its column, which a phone shows instead of the head."""
     cells = ["".join(f'<td data-name="{name}">{cell}</td>' for name, cell in zip(head, row)) for row in rows]
     return (f'<table class="{kind}"><thead><tr>' + "".join(f"<th>{name}</th>" for name in head)
             + "</tr></thead><tbody>"

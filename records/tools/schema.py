@@ -115,8 +115,9 @@ class Run:
         """Steps that the configuration asks for, `steps` + `extra_steps`; None where it does not say."""
         settings = flatten(self.header.get("config") or {})
         named = {last_part(key): value for key, value in settings.items()}
-        return named["steps"] + (named.get("extra_steps") or 0) if isinstance(named.get("steps"),
-                                                                              int) else None
+        if not isinstance(named.get("steps"), int):
+            return None
+        return named["steps"] + (named.get("extra_steps") or 0)
 
 
 def check_fields(data: dict, fields: dict[str, type], what: str) -> None:

@@ -30,7 +30,7 @@ def describe(values: list[float]) -> Sample:
         raise RecordError(f"value {int(np.flatnonzero(~np.isfinite(values))[0]) + 1} of {len(values)} is not "
                           "finite")
     n = len(values)
-    # Equal values give a rounding error of 1e-16 in place of zero, which a t-test would take for a real
+    # Equal values give a rounding error of 1e-16 instead of zero, which a t-test would take for a real
     # spread.
     spread = (0.0 if np.ptp(values) == 0 else float(values.std(ddof=1))) if n > 1 else None
     return Sample(n, float(values.mean()), spread, None if spread is None else spread / math.sqrt(n))

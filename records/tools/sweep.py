@@ -122,6 +122,6 @@ def sweep_text(results: list[dict]) -> str:
              "* lowest mean loss. p (- first): Welch's test against the first row with a loss, two-sided"
              + (f"; with {comparisons} comparisons, ask for p < {0.05 / comparisons:.2g}." if comparisons > 1
                 else ".")]
-    notes = {note for row in whole for note in row["notes"]} | {row["diverged"] for row in results
-                                                                if "diverged" in row}
+    notes = {note for row in whole for note in row["notes"]}
+    notes |= {row["diverged"] for row in results if "diverged" in row}
     return "\n".join(lines + [f"note: {note}" for note in sorted(notes)])
