@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import check, tl, triton
-from kernels.gradients import gradient
+from kernels.gradients import Gradient, gradient_of
 from kernels.ngrams.row_gradients import RowGradients, enlist
 from kernels.streams import beside, side_stream
 
@@ -33,7 +33,7 @@ TAKE_CONFIGS = [(64, 64, 4), (128, 32, 4), (32, 64, 2), (128, 64, 8), (32, 128, 
 NARROW = 256        # columns; of wider rows PyTorch's blocks have enough to do
 
 
-class Sorted(NamedTuple):
+class RowOrder(NamedTuple):
     """Row numbers of a table, and what the gradient walks: the same in ascending order, and the position of each."""
     index: Tensor  # (n,) int32 or int64
     rows: Tensor | None = None  # (n,) int32; None where only the twin, which needs no order, or no gradient follows
@@ -41,12 +41,12 @@ class Sorted(NamedTuple):
     ready: torch.cuda.Event | None = None  # after which they are; None: now
 
 
-def sort_rows(index: Tensor) -> Sorted:
+def sort_rows(index: Tensor) -> RowOrder:
     """In int32, so that the sort needs half the radix passes of int64; `add_rows` refuses tables for which that is too short."""
-    return Sorted(index, *torch.sort(index.int(), stable=True))
+    return RowOrder(index, *torch.sort(index.int(), stable=True))
 
 
-def sort_beside(index: Tensor) -> Sorted:
+def sort_beside(index: Tensor) -> RowOrder:
     """As `sort_rows`; on a GPU the dozen small kernels run beside what follows on the current stream: the backward pass alone waits.
 
     They begin behind all that the current stream was given before, so they may write over what earlier sorts have left there.
@@ -60,7 +60,7 @@ def sort_beside(index: Tensor) -> Sorted:
     return order._replace(ready=ready)
 
 
-def embedding_reference(table: Tensor, order: Sorted) -> Tensor:
+def lookup_reference(table: Tensor, order: RowOrder, grad: Gradient | RowGradients | None = None) -> Tensor:
     """Plain PyTorch twin of `embedding`."""
     return F.embedding(order.index, table)
 
@@ -179,7 +179,7 @@ def add_rows(
     return out
 
 
-def enlist_beside(order: Sorted, gradients: RowGradients) -> Sorted:
+def enlist_beside(order: RowOrder, gradients: RowGradients) -> RowOrder:
     """With places in `gradients` for rows; beside the current stream if that is where the sort is."""
     with beside(side_stream("sorts") if order.ready else None):
         places = enlist(order.rows, gradients)
@@ -188,30 +188,36 @@ def enlist_beside(order: Sorted, gradients: RowGradients) -> Sorted:
     return order._replace(rows=places)
 
 
-class Embedding(torch.autograd.Function):
+class Lookup(torch.autograd.Function):
+    """The rows; a backward pass that adds their gradients where they belong and returns none."""
+
     @staticmethod
-    def forward(ctx, table: Tensor, order: Sorted) -> Tensor:
-        gradients = getattr(table, "row_gradients", None)
-        ctx.into = gradients.grads if gradients else None
-        if gradients and order.rows is not None:
-            order = enlist_beside(order, gradients)
-        ctx.table, ctx.order = table, order                              # the index as well: the sort may still be reading it
-        return take_rows(table, order.index) if table.shape[1] <= NARROW else embedding_reference(table, order)
+    def forward(ctx, table: Tensor, order: RowOrder, grad: Gradient | RowGradients) -> Tensor:
+        if isinstance(grad, RowGradients):
+            order = enlist_beside(order, grad) if order.rows is not None else order
+            grad = Gradient(grad.grads)
+        ctx.grad, ctx.order = grad, order                                # the index as well: the sort may still be reading it
+        return take_rows(table, order.index) if table.shape[1] <= NARROW else F.embedding(order.index, table)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, ...]:
         _, rows, positions, ready = ctx.order
         if ready is not None:
             ready.wait()
-        add_rows(gradient(ctx.table) if ctx.into is None else ctx.into, grad, rows, positions)
-        return None, None
+        if not ctx.grad.accumulate:
+            ctx.grad.buffer.zero_()
+        add_rows(ctx.grad.buffer, grad, rows, positions)
+        return None, None, None
 
 
-def embedding(table: Tensor, order: Sorted) -> Tensor:
-    """Rows (n, width) of `table` (rows, width), a leaf, by `sort_rows(index)`.
+def lookup(table: Tensor, order: RowOrder, grad: Gradient | RowGradients | None = None) -> Tensor:
+    """Rows (n, width) of `table` (rows, width), a leaf, by `sort_rows(index)`."""
+    return Lookup.apply(table, order, gradient_of(table) if grad is None else grad)
 
-    The gradient is added to `table.grad` by the backward pass itself: it is not among what `torch.autograd.grad` returns, and
-    hooks on the table do not see it. To a table that carries an attribute `row_gradients`, `no_gradients` at first, it is added
-    there: for tables so long that a gradient of all rows has no room, and for optimizers of the rows read alone (row_adam.py).
-    """
-    return Embedding.apply(table, order)
+
+def unsorted(index: Tensor) -> RowOrder:
+    return RowOrder(index)
+
+
+def already_sorted(index: Tensor) -> RowOrder:
+    return RowOrder(index, index, torch.arange(len(index), device=index.device))

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from records.run.sources import ROOT, hash_sources, project_sources, source_changes
 
 LOG_NAME, PATCH_NAME = "log.jsonl", "changes.patch"
@@ -71,3 +73,11 @@ class RunLog:
         with disk_errors(f"the run's log {self.path}"):
             self.file.write(json.dumps({"kind": kind} | values) + "\n")
             self.file.flush()
+
+
+def save_weights(weights: dict[str, torch.Tensor], path: str) -> None:
+    """Write the weights as one file, which is there whole or not at all."""
+    with disk_errors(f"the weights to {path}"):
+        with open(f"{path}.part", "wb") as f:
+            torch.save(weights, f)
+        os.replace(f"{path}.part", path)

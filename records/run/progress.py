@@ -27,13 +27,18 @@ class StepFacts(NamedTuple):
     windows: tuple[int, int]    # short and long, in blocks
 
 
-class Lap(Protocol):
-    """The time of one step; it may not have ended on the device yet."""
+class Lap(NamedTuple):
+    """One step on the clock: its beginning and end, CUDA events on a GPU, seconds without one."""
+    begin: object
     end: object
 
-    def ready(self) -> bool: ...
+    def ready(self) -> bool:
+        """Whether the device has come to its end."""
+        return isinstance(self.end, float) or self.end.query()
 
-    def ms(self) -> float: ...
+    def ms(self) -> float:
+        """Its milliseconds, once it is ready."""
+        return (self.end - self.begin) * 1e3 if isinstance(self.end, float) else self.begin.elapsed_time(self.end)
 
 
 class Clock(Protocol):

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.fp8.matmul import (
-    GRADIENT_SCALE,
-    INPUT_SCALE,
-    WEIGHT_SCALE,
+    HEAD_GRADIENT_SCALE,
+    HEAD_INPUT_SCALE,
+    HEAD_WEIGHT_SCALE,
     fp8_linear,
-    product,
+    fp8_matmul,
 )
 from kernels.fp8.quantize import quantize
+from kernels.gradients import Gradient
 from kernels.loss.cross_entropy import CAP, SHIFT, WIDTH, cross_entropy
 
 
@@ -45,7 +46,7 @@ def among_candidates(targets: Tensor, columns: Tensor, vocabulary: int) -> tuple
 
 
 def head_loss_reference(x: Tensor, head: Tensor, targets: Tensor, is_start: Tensor, weights: Tensor, fp8: bool,
-                   candidate_weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                   candidate_weights: Tensor | None = None, grad: Gradient | None = None) -> tuple[Tensor, Tensor]:
     """Sums over tokens of the multi-token training loss and of the plain next-token loss (0-dim float32, nats).
 
     x (n, width), head (vocabulary, width), targets (n,) int32 with -1 not scored, is_start (n,) bool, weights (k,) of the
@@ -67,13 +68,14 @@ def head_loss_reference(x: Tensor, head: Tensor, targets: Tensor, is_start: Tens
 class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, fp8: bool,
-                candidate_weights: Tensor | None) -> tuple[Tensor, Tensor]:
+                candidate_weights: Tensor | None, head_grad: Gradient | None) -> tuple[Tensor, Tensor]:
+        ctx.head_grad = head_grad
         ctx.fp8, wanted = fp8, any(ctx.needs_input_grad)
         grad = transposed = scale = None
         if fp8:
-            scales = [torch.full((), s, device=x.device) for s in (INPUT_SCALE, WEIGHT_SCALE, GRADIENT_SCALE)]
+            scales = [torch.full((), s, device=x.device) for s in (HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE)]
             (x8, x8_transposed), (head8, head8_transposed) = quantize(x, scales[0]), quantize(head, scales[1])
-            logits = product(x8, head8.T, INPUT_SCALE, WEIGHT_SCALE, fast=True)
+            logits = fp8_matmul(x8, head8.T, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, fast=True)
             if wanted:
                 scale, grad = scales[2], torch.empty_like(logits, dtype=torch.float8_e5m2)
                 transposed = torch.empty(grad.shape[::-1], dtype=grad.dtype, device=x.device)
@@ -91,16 +93,23 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, outer: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.fp8:
             grad, x, head = ctx.saved_tensors
-            return grad @ head * outer, grad.T @ x * outer, None, None, None, None
+            return grad @ head * outer, HeadLoss.delivered(ctx.head_grad, grad.T @ x * outer), None, None, None, None, None
         grad, transposed, x8_transposed, head8_transposed = ctx.saved_tensors
-        grad_x = product(grad, head8_transposed.T, outer * GRADIENT_SCALE, WEIGHT_SCALE, fast=False)
-        grad_head = product(transposed, x8_transposed.T, outer * GRADIENT_SCALE, INPUT_SCALE, fast=False)
-        return grad_x, grad_head, None, None, None, None
+        grad_x = fp8_matmul(grad, head8_transposed.T, outer * HEAD_GRADIENT_SCALE, HEAD_WEIGHT_SCALE, fast=False)
+        grad_head = fp8_matmul(transposed, x8_transposed.T, outer * HEAD_GRADIENT_SCALE, HEAD_INPUT_SCALE, fast=False)
+        return grad_x, HeadLoss.delivered(ctx.head_grad, grad_head), None, None, None, None, None
+
+    @staticmethod
+    def delivered(where: Gradient | None, found: Tensor) -> Tensor | None:
+        if where is None:
+            return found
+        where.buffer.add_(found) if where.accumulate else where.buffer.copy_(found)
+        return None
 
 
 def head_loss(x: Tensor, head: Tensor, targets: Tensor, is_start: Tensor, weights: Tensor, fp8: bool,
-              candidate_weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+              candidate_weights: Tensor | None = None, grad: Gradient | None = None) -> tuple[Tensor, Tensor]:
     """As `head_loss_reference`, by Triton kernels; no gradient flows from the next-token loss."""
     columns = torch.stack(later_targets(targets, is_start, len(weights)), dim=1)
-    total, losses = HeadLoss.apply(x, head, columns, weights, fp8, candidate_weights)
+    total, losses = HeadLoss.apply(x, head, columns, weights, fp8, candidate_weights, grad)
     return total, losses[0]

@@ -1,0 +1,131 @@
+"""Which collective of a training step starts where, and where it is waited for: communication as data.
+
+A step's forward pass has stops: "n-grams", "embedding", "layer 0", "layer 1", …, "head". Its backward pass comes by them
+in reverse. One function makes a list of transfers from what the groups of parameters send, the kind of step and the
+number of ranks. `Optimizer` in train_gpt.py walks that list with two pointers, and `python train_gpt.py --timetable 4`
+prints it. tests/test_timetable.py pins it for 1, 2, 4 and 8 ranks and compares it with what a step really sends.
+
+    weights     all_gather, started two stops before the forward pass needs them, under the layers between
+    gradients   reduce_scatter, started once the backward pass has left the stop that uses the weights first
+    small ones  one all_reduce after the backward pass, for scalars and gates, which every rank updates
+    n-grams     two all_to_alls that the model itself sends: rows forward, their gradients backward
+"""
+from typing import NamedTuple
+
+SMALL = "small groups"  # All groups that every rank updates have their gradients in one buffer: one sum takes them.
+UPDATE = "update"  # the place after the backward pass
+
+
+class Traffic(NamedTuple):
+    """What a group of parameters asks of the ranks."""
+    group: str
+    rounds: list[str]  # of each round, what one collective takes, the first stop that uses it; empty: sends nothing
+    every_step: bool  # updated in every step, not only in those that update Adam's groups
+    replicated: bool = False  # too small to share out: every rank makes the whole update
+    tied_to: str | None = None  # until untied, the group whose weights it shares
+
+
+class Transfer(NamedTuple):
+    """One collective: what it moves, where it starts and where it is waited for."""
+    kind: str  # all_gather, reduce_scatter, all_reduce or all_to_all
+    what: str  # a group, SMALL, or what the model itself sends
+    round: int | None  # of the group's rounds; None: all of it
+    start: str  # A gather starts when the forward pass comes to this stop, a sum when the backward pass has left it.
+    wait: str
+
+
+class Timetable(NamedTuple):
+    """What one kind of step sends, each list in the order of starting. It is the same on every rank."""
+    gathers: list[Transfer]  # weights that the step before updated
+    sums: list[Transfer]  # gradients
+    model: list[Transfer]  # what the model sends by itself: rows of n-grams, and the loss
+    updates: list[str]  # groups, in the order of their updates
+
+
+def stops_of(layers: int) -> list[str]:
+    """The stops of a forward pass, in order."""
+    return ["n-grams", "embedding", *(f"layer {i}" for i in range(layers)), "head"]
+
+
+def rounds_by_use(traffic: list[Traffic], stops: list[str], tied: bool, adam: bool) -> list[tuple[int, str, int]]:
+    """(place in `stops`, group, round) of all that is updated and shared out, by first use.
+
+    `adam`: the groups that are not updated in every step are due. While `tied`, a group is used where the group that is
+    tied to it is used.
+    """
+    users = {one.tied_to: stops.index(one.rounds[0]) for one in traffic if tied and one.tied_to}
+    uses = [(min(stops.index(stop), users.get(one.group, len(stops))), one.group, i)
+            for one in traffic if not one.replicated and (adam or one.every_step) and not (tied and one.tied_to)
+            for i, stop in enumerate(one.rounds)]
+    return sorted(uses, key=lambda use: use[0])
+
+
+def timetable(traffic: list[Traffic], layers: int, tied: bool, adam_updated: bool, update_adam: bool,
+              overlap: bool = True) -> Timetable:
+    """The transfers of a step of a model with so many layers.
+
+    tied: the embedding is the head's weight. adam_updated, update_adam: the step before, and this one, update the groups
+    that are not updated in every step. Without `overlap` all gathers come before the first stop and all sums after the
+    backward pass.
+    """
+    stops = stops_of(layers)
+    gathers = []
+    for use, group, i in rounds_by_use(traffic, stops, tied, adam_updated):
+        start, needed = (stops[max(use - 2, 0)], stops[use]) if overlap else (stops[0], stops[0])
+        gathers.append(Transfer("all_gather", group, i, start, needed))
+    early, late = [], []
+    for use, group, i in reversed(rounds_by_use(traffic, stops, tied, update_adam)):
+        # Gradients of what the embedding uses are complete only when the whole backward pass is.
+        under_way = overlap and use > stops.index("embedding")
+        (early if under_way else late).append(
+            Transfer("reduce_scatter", group, i, stops[use] if under_way else UPDATE, UPDATE))
+    small = [one.group for one in traffic if one.replicated and update_adam]
+    if small:
+        late.insert(0, Transfer("all_reduce", SMALL, None, UPDATE, UPDATE))
+    tables = [one.group for one in traffic if not one.rounds]
+    return Timetable(gathers, early + late, of_the_model(bool(tables)),
+                     tables * update_adam + in_order_of_sums(early + late, small))
+
+
+def of_the_model(has_ngrams: bool) -> list[Transfer]:
+    """What the model sends by itself, in the order of starting."""
+    loss = [Transfer("all_reduce", "loss", None, "head", UPDATE)]
+    if not has_ngrams:
+        return loss
+    return [Transfer("all_gather", "row numbers of n-grams", None, "n-grams", "n-grams"),
+            Transfer("all_to_all", "rows of n-grams", None, "n-grams", "layer 0"), *loss,
+            Transfer("all_to_all", "gradients of n-grams", None, "layer 0", "n-grams")]
+
+
+def in_order_of_sums(sums: list[Transfer], small: list[str]) -> list[str]:
+    """The groups in the order in which their last sums start, and so arrive."""
+    last = {transfer.what: place for place, transfer in enumerate(sums)}
+    groups: list[str] = []
+    for what in sorted(last, key=last.__getitem__):
+        groups += small if what == SMALL else [what]
+    return groups
+
+
+def timetable_text(table: Timetable, layers: int) -> str:
+    """The timetable as a person reads it: a line for each stop at which something starts or is waited for."""
+    stops, returning = stops_of(layers), [t for t in table.model if t.what.startswith("gradients")]
+    forward = [*table.gathers, *(t for t in table.model if t not in returning)]
+    phases = [("forward", stops, forward), ("backward", stops[::-1], [*table.sums, *returning]),
+              ("update", [UPDATE], [*table.sums, *forward])]
+    lines = []
+    for phase, places, transfers in phases:
+        for stop in places:
+            for verb in ("start", "wait"):
+                found = [t for t in transfers if getattr(t, verb) == stop]
+                if found:
+                    lines.append(f"{phase:9} {stop:10} {verb:6} {named(found)}")
+    return "\n".join([*lines, f"{'update':9} in turn    {', '.join(table.updates)}"])
+
+
+def named(transfers: list[Transfer]) -> str:
+    """The transfers in words, those of one group together with the numbers of their rounds."""
+    rounds: dict[str, list[str]] = {}
+    for transfer in transfers:
+        numbers = rounds.setdefault(f"{transfer.kind} {transfer.what}", [])
+        numbers += [] if transfer.round is None else [str(transfer.round)]
+    return "; ".join(" ".join([name, *numbers]) for name, numbers in rounds.items())

@@ -1,0 +1,149 @@
+"""The timetable of collectives: pinned as text for 1, 2, 4 and 8 ranks, and held against what a step really sends."""
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, command
+
+import train_gpt
+from kernels.ranks import collectives
+from kernels.ranks.timetable import SMALL, UPDATE, Traffic, timetable, timetable_text
+
+GOLDEN = ROOT / "tests" / "timetables"
+KINDS = {"tied, Adam's gradients accumulate": (True, True, False), "tied, Adam updates": (True, False, True),
+         "untied, Adam's gradients accumulate": (False, True, False), "untied, Adam updates": (False, False, True)}
+
+
+def traffic_of(config: train_gpt.Config, ranks: int) -> list[Traffic]:
+    model = train_gpt.GPT(config, torch.device("meta"), collectives.Collectives(ranks))
+    return [group.traffic(ranks) for group in train_gpt.parameter_groups(model, config)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_timetable_of_the_speedrun_is_the_pinned_one(ranks):
+    """tests/timetables/<ranks>.txt; to pin a change that is meant, write what this test prints there."""
+    layers, traffic = len(train_gpt.SPEEDRUN.layers), traffic_of(train_gpt.SPEEDRUN, ranks)
+    found = "\n\n".join(f"{name}, {ranks} ranks\n\n{timetable_text(timetable(traffic, layers, *kind), layers)}"
+                        for name, kind in KINDS.items()) + "\n"
+    pinned = GOLDEN / f"{ranks}.txt"
+    print(found)
+    assert found == pinned.read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_everything_that_is_updated_is_summed_and_gathered_once(ranks, kind, overlap):
+    tied, adam_updated, update_adam = kind
+    traffic = traffic_of(train_gpt.SPEEDRUN, ranks)
+    table = timetable(traffic, len(train_gpt.SPEEDRUN.layers), *kind, overlap=overlap)
+
+    def rounds(adam: bool) -> set:
+        return {(one.group, i) for one in traffic for i in range(len(one.rounds))
+                if not one.replicated and (adam or one.every_step) and not (tied and one.tied_to)}
+
+    for transfers, adam in ((table.gathers, adam_updated), ([t for t in table.sums if t.what != SMALL], update_adam)):
+        found = [(transfer.what, transfer.round) for transfer in transfers]
+        assert len(found) == len(set(found)) and set(found) == rounds(adam)
+    assert [t.what for t in table.sums].count(SMALL) == update_adam
+    updated = {one.group for one in traffic if (update_adam or one.every_step) and not (tied and one.tied_to)}
+    assert len(table.updates) == len(updated) and set(table.updates) == updated
+    if not overlap:
+        assert {t.start for t in table.gathers} == {"n-grams"} and {t.start for t in table.sums} == {UPDATE}
+
+
+class Sent:
+    """A collective under way, in a log of what was started and waited for."""
+
+    def __init__(self, log: list, name: tuple):
+        self.log, self.name = log, name
+
+    def wait(self) -> None:
+        self.log.append(("wait", *self.name))
+
+
+@pytest.fixture
+def sending(config, monkeypatch):
+    """A trainer that takes itself for rank 0 of 2, and the log of what it sends, with the stops that it passes."""
+    log: list[tuple] = []
+
+    def start(kind: str):
+        def collective(out, source=None, **_):
+            given = out if source is None else source
+            if kind == "all_gather":
+                out.copy_(torch.cat([source] * 2))
+            elif kind == "reduce_scatter":
+                out.copy_(source.chunk(2)[0])
+            elif kind == "all_to_all":
+                out.copy_(source)
+            log.append(("start", kind, given.data_ptr()))
+            return Sent(log, (kind, given.data_ptr()))
+        return collective
+
+    monkeypatch.setattr(collectives, "ALL_GATHER", start("all_gather"))
+    monkeypatch.setattr(collectives, "REDUCE_SCATTER", start("reduce_scatter"))
+    monkeypatch.setattr(collectives.dist, "all_reduce", start("all_reduce"))
+    monkeypatch.setattr(collectives.dist, "all_to_all_single", start("all_to_all"))
+    world = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"), memory=float("inf"), barrier=lambda: None,
+                            collectives=collectives.Collectives(2), choose_collectives=lambda copies: None)
+    trainer = train_gpt.Trainer(replace(config, ngram_rows=512), world)
+    return trainer, log
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is sent does not depend on the device")
+@pytest.mark.parametrize("index", [0, 1, 4, 5])
+def test_a_step_sends_what_its_timetable_says(sending, index, monkeypatch):
+    """Collective by collective: what, in which order, at which stop it starts, and by which it has been waited for."""
+    trainer, log = sending
+    optimizer, step = trainer.optimizer, trainer.schedule.at(index)
+    names = {optimizer.small_grads.data_ptr(): (SMALL, None)}
+    for name, shard in optimizer.shards.items():
+        for i, (whole, own) in enumerate(getattr(shard, "places", ()) if not shard.group.replicated else ()):
+            names |= {shard.weight[own].data_ptr(): (name, i), shard.grads[whole].data_ptr(): (name, i)}
+    needed, complete = optimizer.weights_needed, optimizer.gradients_complete
+    monkeypatch.setattr(optimizer, "weights_needed", lambda stop: (log.append(("reach", stop)), needed(stop)))
+    monkeypatch.setattr(optimizer, "gradients_complete", lambda stop: (log.append(("left", stop)), complete(stop)))
+    trainer.step(step, trainer.loader.batches(index))
+
+    table = timetable(optimizer.traffic, len(trainer.config.layers), step.tied, step.adam_updated, step.update_adam)
+    assert started(log, names, "reach", "all_gather") == [(t.what, t.round, t.start) for t in table.gathers]
+    assert started(log, names, "left", "reduce_scatter", "all_reduce") == [(t.what, t.round, t.start) for t in table.sums]
+    waits = [entry for entry in log if entry[0] in ("reach", "wait")]
+    for transfer in table.gathers:
+        pointer = next(p for p, name in names.items() if name == (transfer.what, transfer.round)
+                       and ("wait", "all_gather", p) in log)
+        before = waits[:waits.index(("wait", "all_gather", pointer))]
+        assert [entry[1] for entry in before if entry[0] == "reach"][-1] == transfer.wait
+    of_the_model = [entry[1] for entry in log if entry[0] == "start" and entry[2] not in names]
+    micro_batches = trainer.config.micro_batches // 2
+    once = ["all_gather", "all_to_all"]
+    assert of_the_model == (once + ["all_to_all"]) * (micro_batches - 1) + once + ["all_reduce", "all_to_all"]
+
+
+def started(log: list[tuple], names: dict, stops: str, *kinds: str) -> list[tuple]:
+    """(what, round, stop) of the optimizer's collectives of these kinds, in the order of starting."""
+    found, stop = [], None
+    for entry in log:
+        if entry[0] == stops:
+            stop = entry[1]
+        elif entry[0] == "start" and entry[1] in kinds and entry[2] in names:
+            found.append((*names[entry[2]], stop))
+    return found
+
+
+def test_the_command_line_prints_the_timetable_of_every_kind_of_step():
+    result = command("--preset", "cpu", "--timetable", "2")
+    assert result.returncode == 0, result.stderr
+    kinds = train_gpt.Schedule(train_gpt.PRESETS["cpu"]).kinds()
+    assert result.stdout.count("\nSteps from ") == len(kinds)
+    assert "reduce_scatter value tables" in result.stdout and "all_reduce small groups" in result.stdout
+
+
+def test_explain_prints_the_rates_of_every_group():
+    result = command("--preset", "cpu", "--explain")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[:2] == ["group", "algorithm"] and len(lines) == 11
+    [row] = [line for line in lines if line.startswith("value tables")]
+    assert "1.2" in row and "0.75, 0.99" in row             # 150 times 0.008
