@@ -1,4 +1,4 @@
-"""Made-up runs for the tests of `records`: valid logs of a training that never was, of sources in a little repository.
+"""Made-up runs for the tests of `records`: valid logs of a training that never was, in a little repository.
 
 As a program it acts as a trainer.
 """
@@ -76,15 +76,17 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def made_up_header(name: str, seed: int, run: MadeUp) -> dict:
-    config = {"steps": run.steps - 2, "extra_steps": 2, "seed": seed, "name": name, "batch_tokens": list(BATCHES),
-              "windows": [[1, 3], [3, 7], [5, 11]], "adam": {"lr": 0.008}, "lr": 0.023, **run.settings}
+    config = {"steps": run.steps - 2, "extra_steps": 2, "seed": seed, "name": name,
+              "batch_tokens": list(BATCHES), "windows": [[1, 3], [3, 7], [5, 11]], "adam": {"lr": 0.008},
+              "lr": 0.023, **run.settings}
     versions = {"python": "3.11.7", "torch": "2.13.0", "cuda": "13.0", "triton": "3.6.0", "numpy": "2.4.6",
                 "flash_attn": None}
     return {"kind": "header", "schema": 1, "name": name, "started": run.day.isoformat(), "preset": "made-up",
             "config": config, "seed": seed, "target": 3.28, "world_size": 4, "devices": ["NVIDIA H200"] * 4,
-            "command": run.command or ["train_gpt.py", "--seed", str(seed), "--name", name], "driver": "580.95",
-            "versions": versions, "commit": "0fbd1fe", "dirty": False, "sources": hash_sources(run.sources),
-            "attention": "varlen", "fp8": True, "parameters": 275_000_000}
+            "command": run.command or ["train_gpt.py", "--seed", str(seed), "--name", name],
+            "driver": "580.95", "versions": versions, "commit": "0fbd1fe", "dirty": False,
+            "sources": hash_sources(run.sources), "attention": "varlen", "fp8": True,
+            "parameters": 275_000_000}
 
 
 def made_up_lines(name: str, seed: int, run: MadeUp) -> list[dict]:
@@ -102,11 +104,12 @@ def made_up_lines(name: str, seed: int, run: MadeUp) -> list[dict]:
                       "lr": learning_rate(step, run.steps), "momentum": 0.95,
                       "windows": lines[0]["config"]["windows"][stage], "tokens": tokens, "ms": ms})
         if step % max(1, run.steps // 10) == 0 or step == run.steps:
-            lines.append({"kind": "validation", "step": step, "loss": level + curve, "time_s": time_s, "tokens": tokens})
+            lines.append({"kind": "validation", "step": step, "loss": level + curve, "time_s": time_s,
+                          "tokens": tokens})
     quantiles = dict(zip(("p50", "p95", "max"), np.quantile(times, (0.5, 0.95, 1.0)).tolist()))
-    lines.append({"kind": "summary", "steps": run.steps, "time_s": time_s, "loss": lines[-1]["loss"], "tokens": tokens,
-                  "tokens_per_s": tokens / time_s, "step_ms": quantiles, "peak_memory_bytes": 33 << 30,
-                  "startup_s": 41.0, "compile_s": 28.5})
+    lines.append({"kind": "summary", "steps": run.steps, "time_s": time_s, "loss": lines[-1]["loss"],
+                  "tokens": tokens, "tokens_per_s": tokens / time_s, "step_ms": quantiles,
+                  "peak_memory_bytes": 33 << 30, "startup_s": 41.0, "compile_s": 28.5})
     return lines
 
 
@@ -118,7 +121,7 @@ def command(*words: object) -> int:
 
 
 def main() -> None:
-    """Act as a training program: `python -m tests.synthetic RUNS --seed 0 --name x [--lr 0.02]`; above 1 it diverges."""
+    """Act as a trainer: `python -m tests.synthetic RUNS --seed 0 --name x [--lr 0.02]`; at 2 it diverges."""
     parser = argparse.ArgumentParser()
     parser.add_argument("runs", type=Path)
     parser.add_argument("--seed", type=int, default=0)

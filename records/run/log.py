@@ -1,7 +1,7 @@
-"""Writes the folder of a run, `records/runs/<time>-<name>/`: its log, and how its sources differ from the commit.
+"""Writes the folder of a run, `records/runs/<time>-<name>/`: its log, and the changes since its commit.
 
-The log is `log.jsonl`, a JSON object in each line. Where the sources had changes that are not in the commit which the
-log's header names, `changes.patch` holds them.
+The log is `log.jsonl`, a JSON object in each line. Where the sources had changes that are not in the commit
+which the log's header names, `changes.patch` holds them.
 """
 import errno
 import json
@@ -29,14 +29,15 @@ def disk_errors(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-        raise LogError(f"cannot write {what}: {reason}; free some space or choose another place (RUNS_PATH for logs, "
-                       "--write_log false for none)") from error
+        raise LogError(f"cannot write {what}: {reason}; free some space or choose another place (RUNS_PATH "
+                       "for logs, --write_log false for none)") from error
 
 
 class RunLog:
-    """The log of a run, in the folder that $RUNS_PATH names or in `records/runs`; each line is whole once written.
+    """The log of a run, in a new folder under $RUNS_PATH or `records/runs`. Each line is whole once written.
 
-    A log that is not `enabled` (on ranks other than the first) writes nothing. `sources` is the hash of what runs.
+    A log that is not `enabled` (on ranks other than the first) writes nothing. `sources` is the hash of what
+    runs.
     """
 
     def __init__(self, name: str, enabled: bool = True):

@@ -1,4 +1,4 @@
-"""Which files make a run what it is, their hash as the header of a log states it, and how they differ from the commit."""
+"""Which files make a run what it is, their hash for the log's header, and how they differ from the commit."""
 import hashlib
 import os
 import re
@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# The program, its kernels, its data code, and what a run needs of the records. Runs that were made before `records/run/`
-# existed have no files of it, so that their hash is the same by this list.
+# The program, its kernels, its data code, and what a run needs of the records. Runs that were made before
+# `records/run/` existed have no files of it, so that their hash is the same by this list.
 SOURCE = re.compile(r"train_gpt\.py|kernels/(.+/)?[^/]+\.py|data/[^/]+\.py|records/run/[^/]+\.py")
 
 
@@ -21,7 +21,8 @@ def project_sources(root: Path = ROOT) -> dict[str, bytes]:
     """Relative POSIX path -> contents of a run's sources as they are on disk, sorted by path."""
     paths = [root / "train_gpt.py", *root.glob("kernels/**/*.py"), *root.glob("data/*.py"),
              *root.glob("records/run/*.py")]
-    return {name: (root / name).read_bytes() for name in sorted(p.relative_to(root).as_posix() for p in paths)}
+    names = sorted(path.relative_to(root).as_posix() for path in paths)
+    return {name: (root / name).read_bytes() for name in names}
 
 
 def hash_sources(files: dict[str, bytes]) -> str:
@@ -33,14 +34,15 @@ def hash_sources(files: dict[str, bytes]) -> str:
 
 
 def source_changes(root: Path = ROOT) -> bytes:
-    """How the sources on disk differ from those of the commit that is checked out, as one patch; b"" if they do not.
+    """How the sources on disk differ from the commit that is checked out, as one patch; b"" if they do not.
 
-    Files that git does not track, or ignores, are in it too. b"" also where there is no git or no commit: then the log
-    names no commit either.
+    Files that git does not track, or ignores, are in it too. b"" also where there is no git or no commit:
+    then the log names no commit either.
     """
     with tempfile.TemporaryDirectory() as folder:
         # An index of its own leaves what the person has staged alone.
-        environment = os.environ | {"GIT_INDEX_FILE": str(Path(folder) / "index"), "GIT_LITERAL_PATHSPECS": "1"}
+        environment = os.environ | {"GIT_INDEX_FILE": str(Path(folder) / "index"),
+                                    "GIT_LITERAL_PATHSPECS": "1"}
 
         def git(*words: str, paths: str | None = None) -> bytes:
             return subprocess.run(["git", *words], cwd=root, env=environment, capture_output=True, check=True,
@@ -50,7 +52,8 @@ def source_changes(root: Path = ROOT) -> bytes:
             git("read-tree", "HEAD")
             known = git("ls-files", "-z").decode().split("\0")
             names = {name for name in known if is_source(name)} | project_sources(root).keys()
-            git("add", "--all", "--force", "--pathspec-from-file=-", "--pathspec-file-nul", paths="\0".join(names))
+            git("add", "--all", "--force", "--pathspec-from-file=-", "--pathspec-file-nul",
+                paths="\0".join(names))
             return git("diff", "--cached", "--binary", "--no-renames", "--no-color", "--no-ext-diff", "HEAD")
         except (OSError, subprocess.SubprocessError):
             return b""

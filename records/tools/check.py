@@ -19,7 +19,8 @@ from records.tools.record import (
 )
 from records.tools.schema import NUMBER, RecordError, Run
 
-CLOCK_TOLERANCE = 0.01  # of the time between validations: logs round, and a step's end is measured on the device
+# Of the time between validations: logs round, and a step's end is measured on the device.
+CLOCK_TOLERANCE = 0.01
 
 
 def check(folder: Path) -> tuple[list[str], list[str]]:
@@ -40,7 +41,8 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
         problems += [f"{run.label}: {problem}" for problem in check_clock(run)]
         clashes = environment_differences(first, run)
         if clashes:
-            problems.append(f"{first.label} and {run.label} ran in different environments: {list_clashes(clashes)}")
+            problems.append(f"{first.label} and {run.label} ran in different environments: "
+                            f"{list_clashes(clashes)}")
     if not is_proven(true):
         notes.insert(0, f"not shown to be below its target: {significance_line(true)}")
     if true["parent"] is not None:
@@ -74,7 +76,8 @@ def check_sources(record: Record) -> tuple[list[str], list[str]]:
     dirty = any(run.header["dirty"] is not False for run in record.runs)
     problems, notes, patched = [], [], bool(patch_of(record.folder))
     if not dirty and named != {commit}:
-        problems.append(f"commit is {commit[:12]}, but the logs name {', '.join(str(name)[:12] for name in named)}")
+        problems.append(f"commit is {commit[:12]}, but the logs name "
+                        f"{', '.join(str(name)[:12] for name in named)}")
     try:
         files = record.sources()
     except NoHistory as error:
@@ -83,11 +86,12 @@ def check_sources(record: Record) -> tuple[list[str], list[str]]:
         return [*problems, str(error)], []
     what = f"commit {commit[:12]}" + f" with {PATCH_NAME}" * patched
     if hash_sources(files) != hashed:
-        problems.append(f"{what} has sources with the hash {hash_sources(files)[:12]}…, but the logs say that "
-                        f"{hashed[:12]}… ran")
+        problems.append(f"{what} has sources with the hash {hash_sources(files)[:12]}…, but the logs say "
+                        f"that {hashed[:12]}… ran")
     elif dirty:
         others = ", ".join(sorted(str(name)[:12] for name in named))
-        notes.append(f"the logs name commit {others} with uncommitted changes; the sources that ran are those of {what}")
+        notes.append(f"the logs name commit {others} with uncommitted changes; the sources that ran are "
+                     f"those of {what}")
     return problems, notes
 
 
@@ -130,15 +134,17 @@ def check_clock(run: Run) -> list[str]:
         inside = (steps["step"] > before_step) & (steps["step"] <= step)
         needed = steps["ms"][inside].sum() / 1000
         if time_s - before_time < needed * (1 - CLOCK_TOLERANCE):
-            problems.append(f"the clock gave {time_s - before_time:.3f} s to steps {before_step + 1} to {step}, whose own "
-                            f"times add up to {needed:.3f} s: work ran outside the clock")
+            problems.append(f"the clock gave {time_s - before_time:.3f} s to steps {before_step + 1} to "
+                            f"{step}, whose own times add up to {needed:.3f} s: work ran outside the clock")
         before_step, before_time = step, time_s
     last = {"loss": (validations["loss"][-1], 1e-6), "tokens": (steps["tokens"][-1] if count else 0, 0),
-            "time_s": (validations["time_s"][-1], CLOCK_TOLERANCE)}  # the clock is read again when the run has ended
+            # The clock is read again when the run has ended.
+            "time_s": (validations["time_s"][-1], CLOCK_TOLERANCE)}
     problems += [f"the summary's {key} is {summary[key]}, that of the last step {value}"
                  for key, (value, tolerance) in last.items() if not same(summary[key], value, tolerance)]
     if not same(summary["tokens_per_s"] * summary["time_s"], summary["tokens"], CLOCK_TOLERANCE):
-        problems.append(f"tokens_per_s is {summary['tokens_per_s']}, not {summary['tokens']} tokens / {summary['time_s']} s")
+        problems.append(f"tokens_per_s is {summary['tokens_per_s']}, not {summary['tokens']} tokens / "
+                        f"{summary['time_s']} s")
     return problems
 
 

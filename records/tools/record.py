@@ -2,7 +2,7 @@
 
     records/2026-11-21_first/
         README.md       what changed, why it works, how to run it again, and a generated table of the runs
-        record.json     FIELDS, every number recomputable from the logs, and the commit that all of these runs ran
+        record.json     FIELDS: numbers that follow from the logs, and the commit that all of these runs ran
         changes.patch   what ran beside that commit, if its tree had changes
         runs/<run>.jsonl.gz
 """
@@ -24,12 +24,14 @@ from records.tools.pool import require_sample, summarize
 from records.tools.schema import NUMBER, PACKED, RecordError, Run, check_fields
 from records.tools.stats import SIGNIFICANCE
 
-RECORDS = Path(__file__).parent.parent  # where record folders, `runs/` and `index.html` live; the README is one level up
+# Where record folders, `runs/` and `index.html` live; the README is one level up.
+RECORDS = Path(__file__).parent.parent
 RECORD_SCHEMA = 2
 FIELDS = {
     "schema": int, "title": str, "date": str, "contributors": list, "parent": str | None, "hardware": list,
-    "driver": str | None, "versions": dict, "commit": str, "preset": str, "sources": str, "target": NUMBER | None,
-    "seeds": list, "runs": list, "mean_loss": NUMBER, "standard_deviation_loss": NUMBER | None, "mean_time_s": NUMBER,
+    "driver": str | None, "versions": dict, "commit": str, "preset": str, "sources": str,
+    "target": NUMBER | None, "seeds": list, "runs": list, "mean_loss": NUMBER,
+    "standard_deviation_loss": NUMBER | None, "mean_time_s": NUMBER,
     "standard_deviation_time_s": NUMBER | None, "p_value": NUMBER | None,
 }
 RUN_FIELDS = {"log": str, "sha256": str, "seed": int, "loss": NUMBER, "time_s": NUMBER}  # of each of "runs"
@@ -54,7 +56,10 @@ class Record:
         return path.read_text() if path.exists() else ""
 
     def sources(self) -> dict[str, bytes]:
-        """What its runs ran, path -> contents. NoHistory where git cannot tell here, RecordError where that is unknown."""
+        """What its runs ran, path -> contents.
+
+        NoHistory where git cannot tell here, RecordError where that is unknown.
+        """
         return sources_at(self.folder, self.data["commit"], patch_of(self.folder))
 
 
@@ -75,13 +80,14 @@ def folders(root: Path) -> list[Path]:
 
 
 def load(folder: Path) -> Record:
-    """RecordError unless `folder` holds a well-formed record.json and readable logs; numbers are checked by `check`."""
+    """The record in `folder`. RecordError unless its record.json is well-formed and its logs can be read."""
     folder = folder.resolve()  # its name counts, also where it is given as "."
     path = folder / "record.json"
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
-        raise RecordError(f"{folder}: no record.json; `python -m records new` makes a record of finished runs") from None
+        raise RecordError(f"{folder}: no record.json; `python -m records new` makes a record of finished "
+                          "runs") from None
     except json.JSONDecodeError as error:
         raise RecordError(f"{path}: not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("schema") != RECORD_SCHEMA:
@@ -107,22 +113,24 @@ def load_all(root: Path) -> list[Record]:
 
 
 def record_data(runs: list[Run], written: dict) -> dict:
-    """record.json for these runs: `written` (title, date, contributors, parent, commit) and what follows from the logs."""
+    """record.json for these runs: what is `written` by hand (title, …, commit), and what the logs give."""
     summary, header = summarize(runs), runs[0].header
+    loss, time_s = summary["loss"], summary["time_s"]
     return {
         "schema": RECORD_SCHEMA, **{key: written[key] for key in ("title", "date", "contributors", "parent")},
         "hardware": header["devices"], "driver": header["driver"], "versions": header["versions"],
-        "commit": written["commit"], "preset": header["preset"], "sources": header["sources"], "target": summary["target"], "seeds": summary["seeds"],
-        "runs": [{"log": f"runs/{run.label}{PACKED}", "sha256": run.sha256, "seed": run.seed, "loss": run.loss,
-                  "time_s": run.time_s} for run in runs],
-        "mean_loss": summary["loss"]["mean"], "standard_deviation_loss": summary["loss"]["standard_deviation"],
-        "mean_time_s": summary["time_s"]["mean"], "standard_deviation_time_s": summary["time_s"]["standard_deviation"],
+        "commit": written["commit"], "preset": header["preset"], "sources": header["sources"],
+        "target": summary["target"], "seeds": summary["seeds"],
+        "runs": [{"log": f"runs/{run.label}{PACKED}", "sha256": run.sha256, "seed": run.seed,
+                  "loss": run.loss, "time_s": run.time_s} for run in runs],
+        "mean_loss": loss["mean"], "standard_deviation_loss": loss["standard_deviation"],
+        "mean_time_s": time_s["mean"], "standard_deviation_time_s": time_s["standard_deviation"],
         "p_value": summary["p"],
     }
 
 
 def result_table(data: dict) -> str:
-    """What a record's README says of its numbers: a row a run, then mean and standard deviation, then the test."""
+    """The numbers in a record's README: a row for each run, mean and standard deviation, then the test."""
     rows = [[str(run["seed"]), f"{run['loss']:.4f}", f"{run['time_s']:.3f}"] for run in data["runs"]]
     rows.append(["mean", f"{data['mean_loss']:.4f}", f"{data['mean_time_s']:.3f}"])
     if len(data["runs"]) > 1:
@@ -156,20 +164,25 @@ def run_again(folder: Path, header: dict, commit: str, patched: bool) -> str:
     """The command that runs what a run with this header ran, from the top of the repository."""
     place = f"../{folder.name}"
     program = shlex.join(map(str, header["command"]))
-    launcher = f"torchrun --standalone --nproc_per_node={header['world_size']}" if header["world_size"] > 1 else "python"
+    ranks = header["world_size"]
+    launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
     patch = f'git -C {place} apply "$PWD/records/{folder.name}/{PATCH_NAME}" && ' if patched else ""
     return f"git worktree add {place} {commit[:12]} && {patch}cd {place} && {launcher} {program}"
 
 
 def create(runs: list[Run], root: Path, name: str, written: dict, changed: str = "", why: str = "") -> Path:
-    """Make `root/<date>_<name>` of finished runs of one configuration; returns the folder. RecordError if it exists.
+    """Make `root/<date>_<name>` of finished runs of one configuration; returns the folder.
 
-    `written` has the title and may have date, contributors, parent and the commit (default: the one that the logs name).
+    RecordError if it exists.
+
+    `written` has the title and may have date, contributors, parent and the commit (default: the one that the
+    logs name).
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise RecordError(f"name {name!r}: letters, digits, '-' and '.' only, as it becomes a folder's name")
     if any(run.foreign for run in runs):
-        raise RecordError("a record needs logs of this project's program; foreign logs go to stats, compare and plot")
+        raise RecordError("a record needs logs of this project's program; foreign logs go to stats, compare "
+                          "and plot")
     require_sample(runs)
     header = runs[0].header
     written = {"date": header["started"][:10], "contributors": [], "parent": None, "commit": None, **written}
@@ -191,7 +204,9 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
     (folder / "record.json").write_text(json.dumps(data, indent=2) + "\n")
     again = run_again(folder, header, data["commit"], bool(patch))
     (folder / "README.md").write_text(
-        f"# {written['title']}\n\n## What changed\n\n{changed or UNWRITTEN}\n\n## Why it works\n\n{why or UNWRITTEN}\n\n"
+        f"# {written['title']}\n\n"
+        f"## What changed\n\n{changed or UNWRITTEN}\n\n"
+        f"## Why it works\n\n{why or UNWRITTEN}\n\n"
         f"## Run it again\n\n    {again}\n\n"
         f"## Result\n\n{markdown.marked('result', result_table(data))}\n")
     return folder
@@ -200,11 +215,13 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
 def require_sources(root: Path, commit: str | None, patch: bytes, expected: str) -> None:
     """RecordError unless the sources of the commit, patched, have the hash that the logs name."""
     if commit is None:
-        raise RecordError("the logs name no commit (no git where they ran); give the one that ran with --commit")
+        raise RecordError("the logs name no commit (no git where they ran); give the one that ran with "
+                          "--commit")
     try:
         found = hash_sources(sources_at(root, commit, patch))
     except NoHistory as error:
         raise RecordError(f"a record needs the history of what ran: {error}") from None
     if found != expected:
-        raise RecordError(f"the runs' sources are not those of commit {commit[:12]}{' with their changes' if patch else ''}"
-                          f" (hash {found[:12]}…, the logs' {expected[:12]}…); commit what ran, and name it with --commit")
+        raise RecordError("the runs' sources are not those of commit "
+                          f"{commit[:12]}{' with their changes' if patch else ''} (hash {found[:12]}…, the "
+                          f"logs' {expected[:12]}…); commit what ran, and name it with --commit")
