@@ -2,8 +2,8 @@
 
     python -m kernels.lab.triples           # some seconds on a CPU
 
-"AOL 4, first dropped" is the public proposal: the last four of the five plain triples. Spectra without tiny values pay
-for intervals that were fitted to those of training.
+"AOL 4, first dropped" is the public proposal: the last four of the five plain triples. Spectra without tiny
+values pay for intervals that were fitted to those of training.
 """
 import numpy as np
 
@@ -54,7 +54,7 @@ def main(m: int = 384) -> None:
         print(f"| {' | '.join([name, *shown])} |")
     for steps in (4, 5):
         lower, error = fit(spectra, steps)
-        print(f"{steps} steps after AOL: best lower over all of these {lower:.1e}, mean error of σ {error:.3f}")
+        print(f"{steps} steps after AOL: best lower over all of these {lower:.1e}, mean error {error:.3f}")
 
 
 if __name__ == "__main__":

@@ -155,6 +155,6 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
     odd = ((150, 71, 128, 16), (37, 20, 24, 1), (1, 1, 1, 1))
     for rows, read, width, block in (real if size == "real" else odd):
         touched = rows * (1 - (1 - 1 / rows) ** read)
-        shape, make = f"{read} of {rows} × {width} / {block}", partial(inputs, rows, read, width, block)
+        shape, make = f"{read:,} of {rows:,} × {width} / {block}", partial(inputs, rows, read, width, block)
         yield Example(name, shape, make, _list_and_update, _update_all,
                       bytes=(12.0 + 8.0 / block) * width * touched, configs=CONFIGS)
