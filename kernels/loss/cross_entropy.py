@@ -90,8 +90,8 @@ def cross_entropy(
     sigma = None if grad is None else torch.empty_like(losses)
     loss_kernel[(tokens,)](
         logits, targets, weights, candidate_weights, losses, weight_over_sum, sigma, vocabulary,
-        logits.stride(0), SOFTCAP=SOFTCAP, WEIGHTED=weighted, TARGETS=k, GRADIENT=grad is not None, BLOCK=1024,
-        num_warps=4)
+        logits.stride(0), SOFTCAP=SOFTCAP, WEIGHTED=weighted, TARGETS=k, GRADIENT=grad is not None,
+        BLOCK=1024, num_warps=4)
     if grad is not None:
         rows, columns, warps = tuned or CONFIGS[transposed is not None]
         form = dict(SOFTCAP=SOFTCAP, SCALED=scale is not None, TRANSPOSE=transposed is not None)
