@@ -1,5 +1,4 @@
-"""q, k, v from x as in `qkv.py`, with the matmul X (s W)ᵀ and both of its gradients in FP8 (what that is:
-`kernels/fp8`).
+"""q, k, v from x as in `qkv.py`, with the matmul X (s W)ᵀ and both of its gradients in FP8 (`kernels/fp8`).
 
 Matmul and heads are one autograd function, because autograd requires a tensor's gradient to have the tensor's
 dtype: Q, K, V are bf16, and their gradient is FP8. The heads' backward kernel writes it as float8_e5m2,

@@ -1,15 +1,12 @@
-"""y = x (s W)ᵀ with a learned scale s of the weight; and a copy of x's first channels, for gates that look at
-them.
+"""y = x (s W)ᵀ with a learned scale s of the weight; and a copy of x's first channels, which gates look at.
 
-A layer has two such matmuls, Q, K, V in front of attention and O behind it. Their backward pass saves three
-things:
+A layer has two such matmuls, Q, K, V before attention and O behind it. What is saved against autograd's form:
 
 - The copied channels' gradient is added in place to x's gradient, which is safe because it was just computed
   here and nobody else holds it. As a view of x the channels would get from autograd a gradient as wide as x
   that is almost all zeros: 75 MB for 49,152 tokens of 768 channels in bf16.
 - One kernel reads P, the gradient of s W, and both writes s P into the weight's gradient (or adds it there,
-  see `kernels/gradients.py`) and sums W · P, which is the gradient of s. Autograd takes ten launches for
-  that.
+  see `kernels/gradients.py`) and sums W · P, which is the gradient of s. Autograd launches ten kernels.
 - s W is rounded once. PyTorch would first round s itself to bf16.
 
 One H200, 1536 × 768: 1.9 µs for s W and 6.6 µs for the gradients.

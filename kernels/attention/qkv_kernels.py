@@ -1,5 +1,4 @@
-"""The two Triton kernels between the Q, K, V matmul and attention, forward and backward; `qkv.py` has their
-mathematics.
+"""The Triton kernels between the Q, K, V matmul and attention; `qkv.py` has their mathematics.
 
 Each is one pass. Forward reads Q, K, V and writes q, k, v: 453 MB for 49,152 tokens of 6 heads of 128
 channels in bf16. Backward reads Q, K and the gradients of q, k, v and writes that of Q, K, V as the next
@@ -80,8 +79,7 @@ def heads_kernel(
     q, q_rotated = load_rotated(queries, cos, sin, channel, inside, R)
     k, k_rotated = load_rotated(keys, cos, sin, channel, inside, R)
     v = tl.load(values, mask=inside, other=0.0).to(tl.float32)
-    q_rotated = q_rotated * inverse_norm(q, EPS, QK_DIM)
-    tl.store(q_ptr + out, q_rotated.to(q_ptr.dtype.element_ty), mask=inside)
+    tl.store(q_ptr + out, (q_rotated * inverse_norm(q, EPS, QK_DIM)).to(q_ptr.dtype.element_ty), mask=inside)
     k_rotated *= inverse_norm(k, EPS, QK_DIM)
     if OFFSET:  # channels without a position come from the token before, unless a sequence starts here
         follows = live & (token > 0) & (tl.load(is_start_ptr + token, mask=live, other=1) == 0)

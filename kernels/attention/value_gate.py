@@ -1,5 +1,4 @@
-"""mix = 2σ(gate · [seen, first channels of the value row]): how much of its value row each head adds to a
-token's values.
+"""mix = 2σ(gate · [seen, first channels of the value row]): how much of a token's value row each head takes.
 
 `seen` are the first channels of the token's vector x, so that the gate knows the context as well as the
 token. With 6 + 6 channels and 6 heads this is tiny arithmetic, and what it saves is launches and padding. One
@@ -84,10 +83,9 @@ def value_mix_backward_kernel(
         logit_grad = mix_grad * mix * (1 - mix / 2)  # the derivative of 2σ is 2σ (1 − σ)
         seen_grad += logit_grad * tl.load(gate_ptr + gate, mask=channel < HALF, other=0.0)
         row_grad += logit_grad * tl.load(gate_ptr + gate + HALF, mask=channel < HALF, other=0.0)
-        seen_gate_grad = tl.sum(logit_grad * seen, 0, keep_dims=True)
-        row_gate_grad = tl.sum(logit_grad * row, 0, keep_dims=True)
-        tl.store(gate_grad_ptr + gate, seen_gate_grad, mask=channel < HALF)
-        tl.store(gate_grad_ptr + gate + HALF, row_gate_grad, mask=channel < HALF)
+        gate_grad = gate_grad_ptr + gate
+        tl.store(gate_grad, tl.sum(logit_grad * seen, 0, keep_dims=True), mask=channel < HALF)
+        tl.store(gate_grad + HALF, tl.sum(logit_grad * row, 0, keep_dims=True), mask=channel < HALF)
     tl.store(seen_grad_at, seen_grad.to(seen_grad_ptr.dtype.element_ty), mask=inside)
     tl.store(row_grad_at, row_grad.to(rows_grad_ptr.dtype.element_ty), mask=inside)
 

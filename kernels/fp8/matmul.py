@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.example import Example
-from kernels.fp8.formats import E4M3, E5M2, round_to_fp8
+from kernels.fp8.formats import E4M3, E5M2, round_to_fp8, widened
 
 # The head's scales are constants (modded-nanogpt's). Its input is normed, so the range is known. The gradient
 # of a logit softcapped by 23 sigmoid((z + 5) / 7.5) is at most 23 / 7.5 / 4 times the loss weight, for a loss
@@ -65,9 +65,8 @@ linear_reference = F.linear
 
 def matmul_reference(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     """As `fp8_matmul`, multiplied in float32 (float64 if a is float64)."""
-    if a.dtype == torch.float64:
-        return a @ b * (scale_a * scale_b)
-    return (a.float() @ b.float() * (scale_a * scale_b)).bfloat16()
+    result = widened(a) @ widened(b) * (scale_a * scale_b)
+    return result if a.dtype == torch.float64 else result.bfloat16()
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:

@@ -9,7 +9,7 @@ of these rows, which takes 3.7 µs.
 The maximum is taken of bit patterns. Those of non-negative floats, read as integers, have the same order, and
 NaN is above all numbers. So the maximum is exact, in any order of the programs, and a NaN is not lost.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.example import Example
-from kernels.fp8.formats import E4M3, E5M2
+from kernels.fp8.formats import E4M3, E5M2, widened
 
 # (rows a tile, warps, programs). The first is used.
 CONFIGS = [(2, 4, 2048), (4, 4, 1056), (4, 8, 528), (8, 8, 528)]
@@ -31,7 +31,7 @@ def scale_of(bound: Tensor, dtype: torch.dtype) -> Tensor:
 
 def largest_row_norm(x: Tensor) -> Tensor:
     """max_i ‖x[i]‖, 0-dim, computed in float32 (float64 if x is float64)."""
-    return torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32)).amax()
+    return torch.linalg.vector_norm(widened(x), dim=1).amax()
 
 
 def mlp_scales_reference(in_norm: Tensor, out_norm: Tensor, width: int) -> tuple[Tensor, ...]:
@@ -175,7 +175,7 @@ def qkv_scales(weight_scale: Tensor, learned: Tensor, x_scale: float,
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
-    """All inputs are float32 numbers on the device, but for the gradient."""
+    """Scales of a gradient; in odd sizes also those that are made of a few numbers."""
     def inputs(n: int, width: int) -> tuple[Tensor, ...]:
         grad = torch.randn(n, width + 3, device=device).to(dtype)[:, :width]
         return grad, torch.tensor(0.01, device=device), torch.tensor(9.0, device=device)
@@ -183,13 +183,16 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
     def numbers() -> tuple[Tensor, Tensor]:
         return torch.tensor(0.7, device=device), torch.tensor(3.0, device=device)
 
+    def stacked(function: Callable) -> Callable:
+        return lambda *args, **options: torch.stack(function(*args, **options))
+
     for n, width in ((49152, 768),) if size == "real" else ((1, 1), (11, 40), (70, 33)):
         yield Example(
             "FP8 scales of a gradient", f"{n:,} × {width}", partial(inputs, n, width), gradient_scales,
-            gradient_scales_reference, 0.0, 2.0 * n * width, configs=CONFIGS)
+            gradient_scales_reference, 0.0, 2.0 * n * width, configs=CONFIGS, wrap=stacked)
     if size == "odd":
         yield Example("FP8 scales of an MLP", "2 norms", numbers, partial(mlp_scales, width=9),
-                      partial(mlp_scales_reference, width=9))
+                      partial(mlp_scales_reference, width=9), wrap=stacked)
         constants = dict(x_scale=0.3, grad_scale=0.4)
         yield Example("FP8 scales of Q, K, V", "2 numbers", numbers, partial(qkv_scales, **constants),
-                      partial(qkv_scales_reference, **constants))
+                      partial(qkv_scales_reference, **constants), wrap=stacked)

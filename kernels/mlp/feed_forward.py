@@ -116,8 +116,7 @@ def feed_forward_fp8(
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
-    """Against bfloat16. What the result and its gradients may be off is FP8's rounding, of tensors of unequal
-    rows."""
+    """Against bfloat16, from which the result and its gradients may differ by FP8's rounding."""
     def inputs(tokens: int, width: int, hidden: int) -> tuple[Tensor, ...]:
         x, w_in, w_out = (torch.randn(rows, width, device=device) for rows in (tokens, hidden, hidden))
         return F.rms_norm(x, (width,)).to(dtype), (w_in * 0.02).to(dtype), (w_out * 0.02).to(dtype)

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.example import Example
-from kernels.fp8.formats import E4M3, E5M2, paired, pairs, round_to_fp8, rounding_slack
+from kernels.fp8.formats import (
+    E4M3,
+    E5M2,
+    paired,
+    pairs,
+    round_to_fp8,
+    rounding_slack,
+    widened,
+)
 
 # (tile rows, tile columns, depth in bytes, warps, stages, programs a multiprocessor), best first, from
 # kernels.bench --sweep. The first is used. At the right: KB of shared memory, of 227 (Triton 3.6, sm_90).
@@ -49,16 +57,14 @@ BACKWARD_CONFIGS = [
 
 def exact_relu_squared(x: Tensor, w: Tensor, scale: Tensor, act_scale: Tensor) -> Tensor:
     """relu(scale · x wᵀ)² / act_scale, not rounded; in float32, or float64 if x is float64."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return torch.relu(x.to(wide) @ w.to(wide).mT * scale).square() / act_scale
+    return torch.relu(widened(x) @ widened(w).mT * scale).square() / act_scale
 
 
 def exact_backward(grad: Tensor, w: Tensor, act: Tensor, scale: Tensor, act_scale: Tensor,
                    pre_scale: Tensor) -> Tensor:
     """2 √(act_scale · act) · (scale · grad wᵀ) / pre_scale, not rounded; in float32, or float64 if grad is
     float64."""
-    wide = torch.promote_types(grad.dtype, torch.float32)
-    return grad.to(wide) @ w.to(wide).mT * scale * (2 * (act.to(wide) * act_scale).sqrt()) / pre_scale
+    return widened(grad) @ widened(w).mT * scale * (2 * (widened(act) * act_scale).sqrt()) / pre_scale
 
 
 def relu_squared_fp8_reference(x: Tensor, w: Tensor, scale: Tensor,
@@ -76,34 +82,35 @@ def relu_squared_backward_fp8_reference(grad: Tensor, w: Tensor, act: Tensor, sc
 
 
 @triton.jit
-def finish(product, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT: tl.constexpr):
+def finish(result, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT: tl.constexpr):
     """Apply the epilogue to a tile, and store it in FP8, both ways. Backward has `act_desc`, forward None."""
-    product *= factor
+    result *= factor
     if act_desc is not None:
-        product *= tl.sqrt(act_desc.load([row, column]).to(tl.float32))
+        result *= tl.sqrt(act_desc.load([row, column]).to(tl.float32))
     else:
-        product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        product *= product
+        result = tl.maximum(result, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result *= result
     if LIMIT is not None:  # a GPU's conversion saturates, the interpreter's does not
-        product = tl.clamp(product, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    fp8_desc.store([row, column], product.to(fp8_desc.dtype))
-    in_pairs = pairs(product, fp8_desc.dtype, product.shape[0], product.shape[1])
+        result = tl.clamp(result, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    fp8_desc.store([row, column], result.to(fp8_desc.dtype))
+    in_pairs = pairs(result, fp8_desc.dtype, result.shape[0], result.shape[1])
     transposed_desc.store([column, row // 2], in_pairs.T)
 
 
 @triton.jit
 def product_kernel(x_desc, w_desc, act_desc, act_scale_ptr, fp8_desc, transposed_desc, scale_ptr,
                    fp8_scale_ptr, tokens, hidden, width, LIMIT: tl.constexpr, PROGRAMS: tl.constexpr,
-                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    GROUP: tl.constexpr = 8     # A band of 8 rows of tiles is walked column by column, for the L2 cache.
     row_tiles, column_tiles = tl.cdiv(tokens, ROWS), tl.cdiv(hidden, COLUMNS)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
         first = tile // (GROUP * column_tiles) * GROUP
         height = min(GROUP, row_tiles - first)
         row = (first + tile % (GROUP * column_tiles) % height) * ROWS
         column = tile % (GROUP * column_tiles) // height * COLUMNS
-        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        result = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, width, DEPTH):
-            product = tl.dot(x_desc.load([row, start]), w_desc.load([column, start]).T, product,
+            result = tl.dot(x_desc.load([row, start]), w_desc.load([column, start]).T, result,
                              input_precision="ieee")
         # All scales are one factor. Forward it multiplies before the square, so the output's is under a root.
         factor = tl.load(scale_ptr)
@@ -115,7 +122,7 @@ def product_kernel(x_desc, w_desc, act_desc, act_scale_ptr, fp8_desc, transposed
         else:
             factor *= tl.sqrt(to_fp8)
         # In two halves, which need half the shared memory. What is saved deepens the pipeline.
-        halves = tl.permute(tl.reshape(product, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
+        halves = tl.permute(tl.reshape(result, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
         left, right = tl.split(halves)
         finish(left, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT)
         column += COLUMNS // 2
@@ -162,7 +169,7 @@ def launch(x: Tensor, w: Tensor, scale: Tensor, fp8_scale: Tensor, dtype: torch.
         tiled(out, rows, columns // 2), tiled(transposed.view(torch.int16), columns // 2, rows // 2),
         scale, fp8_scale, len(x), len(w), x.shape[1],
         LIMIT=None if x.is_cuda else torch.finfo(dtype).max, PROGRAMS=programs,
-        ROWS=rows, COLUMNS=columns, DEPTH=depth, GROUP=8, num_warps=warps, num_stages=stages)
+        ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
     return out, transposed
 
 

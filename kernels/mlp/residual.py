@@ -2,8 +2,8 @@
 
 A layer adds attention's update to the stream, norms the sum for the MLP, and adds the MLP's update. The
 matmuls that make the updates are FP8, and an FP8 matmul cannot add to its output. So the stream between two
-layers is a tuple of summands, and its first reader sums them while it norms them (`residual_fp8.py` does both
-in one pass). That is a pass over memory less for every sum.
+layers is a tuple of summands, and its first reader sums them while it norms them. `residual_fp8.py` does both
+in one pass, which saves a pass over memory for every sum.
 """
 from collections.abc import Callable
 
@@ -66,8 +66,10 @@ class Residual:
 
     @property
     def newest(self) -> Tensor:
-        """The last summand. Once its gradient exists, so do those of all later layers, for autograd runs the
-        latest first."""
+        """The last summand. Once its gradient exists, so do those of all later layers.
+
+        Autograd runs in reverse, so the layers that come later are done by then.
+        """
         return self._summands[-1]
 
     def normed(self, norm_fork: Callable[[Summands, int], tuple]) -> Tensor | Quantized:

@@ -1,6 +1,6 @@
 """y = a Σ summands gives c y, and q = fp8(y / rms(y) / scale) with its transpose, in one pass.
 
-What FP8 matmuls read of norm(y) is q and qᵀ, and the norm's own backward has y from c y, which is stored
+FP8 matmuls read q and qᵀ instead of norm(y), and the norm's own backward gets y from c y, which is stored
 anyway. So norm(y) is never written in bfloat16: 75 MB for 49,152 × 768 that no kernel writes and reads again.
 q is made of the float32 norm, not of one rounded to bfloat16. Its scale is a constant, because no element of
 a normed row passes √width, so nothing saturates. One H200, 49,152 × 768: 99.7 µs, where a norm and a
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.backend import EPS, check, tl, triton
 from kernels.example import Example
-from kernels.fp8.formats import E4M3, Quantized, normed_scale, packed, paired, rounding_slack
+from kernels.fp8.formats import E4M3, Quantized, normed_scale, packed, paired, rounding_slack, widened
 from kernels.fp8.quantize import quantize, quantize_reference
 from kernels.mlp.residual import Summands, add_up, mlp_input_reference
 from kernels.mlp.residual_gradient import check_like, residual_backward, summed
@@ -40,13 +40,11 @@ COLUMNS, LONG = 256, 1024  # columns of a chunk: 16 bytes of bfloat16 for each t
 
 def sum_and_norm_fp8_reference(summands: Summands, scales: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """As `sum_and_norm_fp8`, in plain PyTorch."""
-    dtype = summands[0].dtype
-    wide = torch.promote_types(dtype, torch.float32)
     a, c = (1, 1) if scales is None else scales
-    y = a * add_up(tuple(x.to(wide) for x in summands))
+    y = a * add_up(tuple(map(widened, summands)))
     rms = (y.square().mean(1) + EPS).sqrt()
     scale = torch.tensor(normed_scale(y.size(1)), device=y.device)
-    out = (c * y).to(dtype) if summands[1:] or scales is not None else None
+    out = (c * y).type_as(summands[0]) if summands[1:] or scales is not None else None
     return out, *quantize_reference(y / rms[:, None], scale, in_pairs=True), rms
 
 
@@ -112,7 +110,7 @@ class SumAndNormFP8(torch.autograd.Function):
         out = summands[0] if out is None else out
         ctx.save_for_backward(out, rms, scales)
         ctx.mark_non_differentiable(q, transposed)
-        # Or autograd would make gradients of q and qᵀ: 75 MB of zeros that nobody reads.
+        # Otherwise autograd would make gradients of q and qᵀ: 75 MB of zeros that no kernel reads.
         ctx.set_materialize_grads(False)
         ctx.count = len(summands)
         return out, q, transposed, *(out.new_empty(()).expand_as(out) for _ in range(readers))

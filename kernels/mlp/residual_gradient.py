@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.example import Example
+from kernels.fp8.formats import widened
 from kernels.mlp.residual import add_up
 
 # (tokens a tile, columns a chunk, warps, programs a multiprocessor). The first is used. With a warp a
@@ -35,9 +36,8 @@ CONFIGS = [
 def residual_backward_reference(out_grad: Tensor, norm_grads: tuple[Tensor, ...], out: Tensor, rms: Tensor,
                                 scales: Tensor) -> Tensor:
     """The first result of `residual_backward`, in plain PyTorch."""
-    wide = torch.promote_types(out.dtype, torch.float32)
     a, c = scales
-    normed, norm_grad = out.to(wide) / (c * rms[:, None]), add_up(tuple(x.to(wide) for x in norm_grads))
+    normed, norm_grad = widened(out) / (c * rms[:, None]), add_up(tuple(map(widened, norm_grads)))
     along = (norm_grad * normed).mean(1, keepdim=True)
     return (a * (c * out_grad + (norm_grad - along * normed) / rms[:, None])).type_as(out_grad)
 

@@ -118,7 +118,7 @@ class Share(torch.autograd.Function):
         found = [grad for grad in ctx.grads if grad is not None]
         if len(found) < len(ctx.grads):  # the gradient of a layer that nothing reads is zero
             zeros = torch.zeros_like(rows)
-            if found:
+            if found:  # rows as far apart as those of the others, for the kernel
                 zeros = rows.new_zeros(len(rows), found[0].stride(0))[:, :rows[0].numel()].view_as(rows)
             found = [zeros if grad is None else grad for grad in ctx.grads]
         total, scales_grad = sum_over_layers(found, rows, scales)
@@ -127,8 +127,7 @@ class Share(torch.autograd.Function):
 
 
 def share_values(rows: Tensor, scales: Tensor) -> list[NGramValues]:
-    """For each layer what it passes to `qkv_heads` or `qkv_fp8`; rows (n, k, head_dim), scales (layers, k)
-    float32.
+    """What each layer passes to `qkv_heads` or `qkv_fp8`; rows (n, k, head_dim), scales (layers, k) float32.
 
     The gradients of both are made by these two functions' backward passes alone. Any other use of an
     `NGramValues`, also by `qkv_heads_reference`, gives `scales` none.
@@ -139,7 +138,7 @@ def share_values(rows: Tensor, scales: Tensor) -> list[NGramValues]:
 
 
 def leave_gradient(ngrams: NGramValues | None, v_grad: Tensor) -> Tensor:
-    """`v_grad` (n, heads, head_dim), contiguous. A view of its first heads is stored as the gradient."""
+    """`v_grad` (n, heads, head_dim), contiguous. A view of its first heads is stored: the rows' gradient."""
     v_grad = v_grad.contiguous()
     if ngrams is not None:
         if ngrams.grads is None:

@@ -24,7 +24,7 @@ def test_scaled_weight_and_its_gradient_are_their_references(example):
 @pytest.mark.parametrize("count", [0, 3, 8])
 @pytest.mark.parametrize("into", [False, True])
 def test_scaled_linear_is_its_reference(count, into):
-    """Also where x has other readers, a result has none, or a gradient is expanded or belongs to somebody else."""
+    """Also where x has other readers, a result has none, or a gradient is expanded or somebody else's."""
     dtype = torch.float32 if DEVICE.type == "cuda" else torch.float64  # of the kernels' arithmetic, or exact
     x, weight = (random(n, 8).to(dtype).requires_grad_() for n in (5, 20))
     scales = [torch.tensor(s, dtype=dtype, device=DEVICE, requires_grad=True) for s in (0.5, -2.0)]
@@ -55,7 +55,8 @@ def test_the_first_gradient_is_written_and_later_ones_are_added():
         leaves = [leaf.detach().requires_grad_() for leaf in (x, weight, scale)]
         y, _ = scaled_linear(*leaves, 0, grad)
         found.append(torch.autograd.grad(y, leaves, y.detach().sin(), allow_unused=True))
-    assert found[0][1] is found[1][1] is None and torch.equal(written, added) and torch.equal(written, found[2][1])
+    assert found[0][1] is None and found[1][1] is None
+    assert torch.equal(written, added) and torch.equal(written, found[2][1])
     assert all(torch.equal(a[i], b[i]) for a, b in zip(found, found[1:]) for i in (0, 2))
     once = written.clone()
     weight_gradients(Gradient(written), once, weight, torch.ones_like(scale))

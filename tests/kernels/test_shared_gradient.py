@@ -23,7 +23,8 @@ def test_sum_over_layers_is_its_reference(example):
 
 @pytest.mark.parametrize("tuned", CONFIGS)
 @pytest.mark.parametrize("layers", [1, 3, 11])
-@pytest.mark.parametrize("n, k, heads, head_dim", [(50, 1, 1, 96), (50, 2, 3, 96), (37, 3, 6, 128), (1, 1, 2, 16)])
+@pytest.mark.parametrize("n, k, heads, head_dim", [
+    (50, 1, 1, 96), (50, 2, 3, 96), (37, 3, 6, 128), (1, 1, 2, 16)])
 def test_sum_over_layers_reads_the_first_heads_alone(n, k, heads, head_dim, layers, tuned):
     """The other heads' gradients are NaN."""
     rows, scales = random(n, k, head_dim), torch.randn(layers, k, device=DEVICE)
@@ -42,7 +43,7 @@ def test_sum_over_layers_writes_all_that_it_returns(monkeypatch):
     grads = [random(70, 3, 48)[:, :2] for _ in range(2)]
     rows, scales = random(70, 2, 48), torch.randn(2, 2, device=DEVICE)
     wanted, allocate = sum_over_layers_reference(grads, rows, scales), torch.empty_like
-    monkeypatch.setattr(torch, "empty_like", lambda *args, **more: allocate(*args, **more).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty_like", lambda *args: allocate(*args).fill_(float("nan")))
     found = sum_over_layers(grads, rows, scales)
     assert all(torch.allclose(x, y, rtol=1e-2, atol=1e-2) for x, y in zip(found, wanted))
     assert sum_over_layers([x[:0] for x in grads], rows[:0], scales)[1].eq(0).all()
@@ -57,7 +58,7 @@ def test_sum_over_layers_reference_is_the_gradient():
 
 
 def test_rows_get_their_gradient_once_and_after_all_layers():
-    """With two graphs at a time, with a layer that nothing reads, and without a gradient that nobody wants."""
+    """With two graphs at a time, with a layer that nothing reads, and where nobody wants a gradient."""
     size = HeadInputs(6, 2, 16, 32, DEVICE, DTYPE)
     qkv, positions, *_ = size.from_qkv()
     rows, scales = random(6, 1, 32).requires_grad_(), torch.ones(3, 1, device=DEVICE)

@@ -30,7 +30,8 @@ def test_gradients_of_the_gates_inputs_are_added_to_what_is_there(n, heads, chan
     before = wide.clone()
     added, same = value_mix_backward(mix_grad, mix, seen, rows, gate, rows_grad, wide[:, 1:channels + 1])
     assert added.data_ptr() == wide[:, 1:].data_ptr() and torch.equal(same, gate_grad)
-    exact, plain = (reference_rows_grad(dtype, mix_grad, seen, rows, gate) for dtype in (torch.float64, rows.dtype))
+    exact, plain = (
+        reference_rows_grad(dtype, mix_grad, seen, rows, gate) for dtype in (torch.float64, rows.dtype))
     assert_as_exact_as_pytorch(rows_grad, old + plain, old.double() + exact)
     rounding = 2e-2 if DEVICE.type == "cuda" else 1e-5
     torch.testing.assert_close(added, before[:, 1:channels + 1] + seen_grad, rtol=rounding, atol=rounding)
@@ -41,7 +42,7 @@ def test_gradients_of_the_gates_inputs_are_added_to_what_is_there(n, heads, chan
 
 @pytest.mark.parametrize("n, heads, channels", [(1, 1, 1), (300, 3, 6), (128, 6, 8)])
 def test_value_mix_takes_scaled_channels_and_keeps_them(n, heads, channels):
-    """As where x is FP8: it is read with a factor, and what the gate saw is written down for the backward pass."""
+    """As where x is FP8: it is read with a factor, and what the gate saw is kept for the backward pass."""
     seen, rows = random(n, 2 * channels)[:, channels:], random(n, 3 * channels)
     gate = random(heads, 2 * channels, dtype=torch.float32)
     mix, kept = value_mix(seen, rows, gate), torch.empty_like(seen.contiguous())
@@ -53,13 +54,16 @@ def test_value_mix_takes_scaled_channels_and_keeps_them(n, heads, channels):
 
 def test_value_mix_refuses_what_it_cannot_do():
     seen, rows, gate = random(10, 6), random(10, 32), random(2, 12, dtype=torch.float32)
-    for wrong in ((seen[:3], rows, gate), (seen.mT, rows, gate), (seen, rows.mT, gate), (seen, rows, gate[:, :5]),
-                  (seen, rows, gate.double()), (seen, rows[:, :5], gate)):
+    for wrong in (
+        (seen[:3], rows, gate), (seen.mT, rows, gate), (seen, rows.mT, gate), (seen, rows, gate[:, :5]),
+        (seen, rows, gate.double()), (seen, rows[:, :5], gate),
+    ):
         with pytest.raises(ValueError, match="must be"):
             value_mix(*wrong)
     with pytest.raises(ValueError, match="kept must be"):
         value_mix(seen, rows, gate, 1.0, seen.mT)
     mix = value_mix(seen, rows, gate)
-    for mix_grad, rows_grad, seen_grad in ((mix[:3], rows, None), (mix, rows[:3], None), (mix, rows, seen[:3])):
+    wrong = (mix[:3], rows, None), (mix, rows[:3], None), (mix, rows, seen[:3])
+    for mix_grad, rows_grad, seen_grad in wrong:
         with pytest.raises(ValueError, match="grad must be"):
             value_mix_backward(mix_grad, mix, seen, rows, gate, rows_grad, seen_grad)
