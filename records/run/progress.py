@@ -38,7 +38,9 @@ class Lap(NamedTuple):
 
     def ms(self) -> float:
         """Its milliseconds, once it is ready."""
-        return (self.end - self.begin) * 1e3 if isinstance(self.end, float) else self.begin.elapsed_time(self.end)
+        if isinstance(self.end, float):
+            return (self.end - self.begin) * 1e3
+        return self.begin.elapsed_time(self.end)
 
 
 class Clock(Protocol):
