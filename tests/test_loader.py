@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 
 def shapes(config) -> list[StepShape]:
-    steps = [(config.stages[step.stage], step.sampled) for step in train_gpt.Schedule(config)]
-    return [StepShape(stage.batch_tokens, stage.sequence_length, sampled) for stage, sampled in steps]
+    return [StepShape(step.batch_tokens, step.sequence_length, step.sampled)
+            for step in train_gpt.Schedule(config)]
 
 
 def text_settings(config) -> TextSettings:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
+from records.run import LOG_NAME, PATCH_NAME
 from records.run.sources import ROOT, hash_sources, project_sources, source_changes
-
-LOG_NAME, PATCH_NAME = "log.jsonl", "changes.patch"
 
 
 class LogError(Exception):

@@ -54,13 +54,13 @@ class Result(NamedTuple):
 def pairs_of_stages(schedule: train_gpt.Schedule) -> list[Pair]:
     """Two successive steps of each stage that differ only in Adam's update, which the second one makes."""
     def program(step: train_gpt.Step) -> tuple:
-        return step.stage, step.windows, step.sampled, step.tied, len(step.multi_token)
+        return step.batch_tokens, step.windows, step.sampled, step.tied, len(step.multi_token)
 
     pairs: dict[int, Pair] = {}
     steps = list(schedule)
     for first, second in zip(steps, steps[1:]):
         if program(first) == program(second) and second.update_adam:
-            pairs.setdefault(first.stage, (first, second))
+            pairs.setdefault(first.batch_tokens, (first, second))
     return list(pairs.values())
 
 
@@ -116,11 +116,10 @@ def time_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, 
     """A table of every variant's milliseconds, and of the first one's once more."""
     names, rows = [*variants, *list(variants)[:len(variants) > 1]], []
     for name in names:
-        rows.append([name, *(f"{ms:.1f}" for ms in measure(build(variants[name], world), steps))])
+        rows.append([name, *(f"{ms:.2f}" for ms in measure(build(variants[name], world), steps))])
         say(*rows[-1])
-    config = variants[AS_GIVEN]
-    timed = [first.stage for first, _ in pairs_of_stages(train_gpt.Schedule(config))]
-    return table(["ms a step", *(f"{config.stages[stage].batch_tokens:,}" for stage in timed)], rows)
+    pairs = pairs_of_stages(train_gpt.Schedule(variants[AS_GIVEN]))
+    return table(["ms a step", *(f"{first.batch_tokens:,}" for first, _ in pairs)], rows)
 
 
 def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
@@ -128,7 +127,7 @@ def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
     report = train_gpt.run(config, world, time.time())
     by_stage: dict[int, list[float]] = {}
     for step, ms in zip(train_gpt.Schedule(config), report.step_ms):
-        by_stage.setdefault(step.stage, []).append(ms)
+        by_stage.setdefault(step.batch_tokens, []).append(ms)
     return Result(report.validation_loss, report.clock.seconds,
                   [statistics.median(ms) for ms in by_stage.values()])
 

@@ -2,7 +2,7 @@
 import math
 from pathlib import Path
 
-from records.run.log import PATCH_NAME
+from records.run import PATCH_NAME
 from records.run.sources import hash_sources
 from records.tools import markdown
 from records.tools.history import NoHistory

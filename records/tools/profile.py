@@ -110,7 +110,7 @@ def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, 
             if device.type == "cuda":
                 torch.cuda.synchronize()
         if trainer.world.rank == 0:
-            name = f"{i}-{trainer.config.stages[step.stage].batch_tokens}"
+            name = f"{i}-{step.batch_tokens}"
             name += "-tied" * step.tied + "-adam" * step.update_adam
             path = out / f"{name}.json.gz"
             recorded.export_chrome_trace(str(path))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from records.run.log import LOG_NAME
+from records.run import LOG_NAME
 
 LOG_SCHEMA = 1
 PACKED = ".jsonl.gz"  # how the name of a record's log ends
