@@ -81,7 +81,8 @@ def test_the_references_gradient_is_that_of_its_loss():
 def test_cross_entropy_refuses_what_it_cannot_do():
     logits, targets, weights = random(3, 50), torch.zeros(3, 2, dtype=torch.long), torch.ones(2)
     for wrong in ((logits.T, targets, weights), (logits, targets[:2], weights),
-                  (logits, targets.float(), weights), (logits, targets, weights[:1]), (logits, targets, weights, logits[:2]),
+                  (logits, targets.float(), weights), (logits, targets, weights[:1]),
+                  (logits, targets, weights, logits[:2]),
                   (logits, targets, weights, logits, logits), (logits, targets, weights, None, logits.T),
                   (logits, targets, weights, None, None, weights),
                   (logits, targets, weights, None, None, None, weights)):
