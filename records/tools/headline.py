@@ -1,10 +1,10 @@
-"""The README's picture: loss against time of our records, and what the public script's runs were measured to be.
+"""The README's picture: our records' loss against time, beside what was measured of the public script.
 
-    python -m records.tools.headline        writes records/figures/loss-time-light.svg and loss-time-dark.svg
+    python -m records.tools.headline        writes loss-time-light.svg and -dark.svg into records/figures
 
-A line is the training loss of a record's runs, for they were scored at their ends alone: the mean of all runs,
-and of 41 steps. The filled mark at its end is the mean validation loss. Of the public script we keep no logs, so
-its validations stand in PUBLIC below.
+A line is the training loss of a record's runs, which were scored at their ends alone: the mean over all runs
+and over 41 steps. The filled mark at its end is the mean validation loss. Of the public script there are no
+logs here, so its validations stand in PUBLIC below.
 """
 import re
 from pathlib import Path
@@ -18,11 +18,13 @@ from records.tools.record import RECORDS, load
 
 SHOWN = {"4 × H200": "2026-11-22_four-h200-copies", "2 × H200": "2026-11-22_two-h200-long-table",
          "1 × H200": "2026-11-22_one-h200"}
-# The public speedrun's script of record 89, 690 + 15 steps, on our corpus: (seconds, validation loss). The runs
-# on two GPUs are two, on two machines, of which the ends were noted; that on four is one. See records/README.md.
+# The public speedrun's script of record 89, 690 + 15 steps, on our corpus: (seconds, validation loss). On four
+# GPUs it ran once, on two GPUs once on each of two machines, of which only the ends are known. Its conditions
+# are in records/README.md.
 PUBLIC = {"4 × H200": [[(18.7, 4.3273), (47.7, 3.4343), (80.2, 3.2709)]],
           "2 × H200": [[(150.9, 3.2795)], [(156.3, 3.2746)]]}
-THEMES = {"light": (INK, ["#0072B2", "#D55E00", "#009E73"]), "dark": ("#e6edf3", ["#56B4E9", "#FF9E57", "#3FCFA2"])}
+THEMES = {"light": (INK, ["#0072B2", "#D55E00", "#009E73"]),
+          "dark": ("#e6edf3", ["#56B4E9", "#FF9E57", "#3FCFA2"])}
 WINDOW = 41     # steps
 LIMITS = (3.2, 4.6)
 
