@@ -342,7 +342,7 @@ class Transit:
 
     def __init__(self, optimizer: "Optimizer | None" = None):
         self.optimizer = optimizer  # None in validation: nobody waits for weights or sums gradients.
-        self.accumulate = True      # The first micro-batch writes gradients of matrices, the others add.
+        self.accumulate = True      # The first micro-batch writes gradients of matrices, later ones add.
         self.last = False           # the last micro-batch, after which gradients are complete
         self.fp8_weights: dict[int, tuple] = {}     # by layer: weights in FP8, which all micro-batches read
 
@@ -392,12 +392,11 @@ class GPT(nn.Module):
         marked = [i + 1 for i, layer in enumerate(config.layers) if layer.backout and config.backout]
         self.backout_stream = marked[0] if marked else None
         self.readers = [self.sources.count(stream) for stream in range(last + 1)]
-        windows = [*(stage.windows[1] for stage in config.stages), config.final_windows[1], config.val_window]
-        windows = [window * config.window_block for window in windows]
+        long = [*(stage.windows[1] for stage in config.stages), config.final_windows[1], config.val_window]
         most = max(config.val_chunk, *(stage.batch_tokens // config.micro_batches for stage in config.stages))
         self.rotary = attention.rotary_tables(
-            windows, most, int(config.qk_dim * config.rotary_share), config.rotary_base,
-            config.attention_scale, config.yarn, device)
+            [window * config.window_block for window in long], most, int(config.qk_dim * config.rotary_share),
+            config.rotary_base, config.attention_scale, config.yarn, device)
         self.loss_weights = torch.ones(3, device=device)
         valued = [i for i in range(last) if config.layers[i].value_embedding and config.value_embeddings]
         self.value_index = {layer: i for i, layer in enumerate(valued)}     # which table and gate a layer has
@@ -825,8 +824,7 @@ class Optimizer:
                 for work in works:
                     wait(work)
                 shard.update(self.ops, self.finite, self.lr, self.momentum_beta)
-        used = [self.loss_stream, *map(self.streams.get, self.updates)] if self.streams else []
-        for stream in used:
+        for stream in [self.loss_stream, *map(self.streams.get, self.updates)] if self.streams else []:
             torch.cuda.current_stream().wait_stream(stream)
 
     @torch.no_grad()
@@ -1161,8 +1159,8 @@ def explain(config: Config, ranks: int, timetables: bool) -> None:
         print(rates_text(rates(groups)))
         return
     for step in Schedule(config).kinds().values():
-        marks = [name for name in ("tied", "adam_updated", "update_adam") if getattr(step, name)]
-        print(f"\nSteps from {step.index} on, {step.batch_tokens:,} tokens, {ranks} ranks: {', '.join(marks)}\n")
+        marks = ", ".join(name for name in ("tied", "adam_updated", "update_adam") if getattr(step, name))
+        print(f"\nSteps from {step.index} on, {step.batch_tokens:,} tokens, {ranks} ranks: {marks}\n")
         table = timetable(traffic, len(config.layers), step.tied, step.adam_updated, step.update_adam)
         print(timetable_text(table, len(config.layers)))
 
