@@ -2,8 +2,8 @@
 
     python -m records.tools.headline        writes loss-time-light.svg and -dark.svg into records/figures
 
-A line is the training loss of a record's runs, which were scored at their ends alone: the mean over all runs
-and over 41 steps. The filled mark at its end is the mean validation loss. Of the public script there are no
+A line is the training loss of a record's runs, which were scored at their ends alone: the mean over all
+runs and over 41 steps. The filled mark at its end is the mean validation loss. Of the public script there are no
 logs here, so its validations stand in PUBLIC below.
 """
 import re
