@@ -44,7 +44,7 @@ make_environment() {
 tests=0
 program=(train_gpt.py)
 if [ "${1-}" = test ]; then tests=1; shift; fi
-if [ "${1-}" = profile ]; then program=(-m records.profile); shift; fi
+if [ "${1-}" = profile ]; then program=(-m records.tools.profile); shift; fi
 if [ -n "${PYTHON-}" ]; then
     python=$PYTHON
 else
