@@ -1,0 +1,38 @@
+"""FP8: 8-bit numbers, their scales, and the matmuls that take them. The bottom room: it uses no other.
+
+In reading order:
+- `formats.py` explains how this project trains in FP8: the two formats, scales from row norms, transposes,
+  paired order.
+- `quantize.py` writes x / scale in FP8, with its transpose, in one read. Its function is imported from there,
+  because here `quantize` is the module.
+- `scales.py` makes the scales of gradients and activations from row norms.
+- `weights.py` quantises a layer's weights, once a step.
+- `matmul.py` multiplies, and holds the FP8 head.
+"""
+from kernels.fp8.formats import (
+    E4M3,
+    E5M2,
+    Quantized,
+    has_fp8,
+    normed_scale,
+    paired,
+    round_to_fp8,
+)
+from kernels.fp8.matmul import (
+    HEAD_GRADIENT_SCALE,
+    HEAD_INPUT_SCALE,
+    HEAD_WEIGHT_SCALE,
+    fp8_linear,
+    fp8_matmul,
+    linear_reference,
+)
+from kernels.fp8.quantize import quantize_reference
+from kernels.fp8.scales import gradient_scales, mlp_scales, qkv_scales
+from kernels.fp8.weights import FP8Weight, fp8_weights, fp8_weights_reference
+
+__all__ = [
+    "E4M3", "E5M2", "FP8Weight", "HEAD_GRADIENT_SCALE", "HEAD_INPUT_SCALE", "HEAD_WEIGHT_SCALE", "Quantized",
+    "fp8_linear", "fp8_matmul", "fp8_weights", "fp8_weights_reference", "gradient_scales", "has_fp8",
+    "linear_reference", "mlp_scales", "normed_scale", "paired", "qkv_scales", "quantize_reference",
+    "round_to_fp8",
+]

@@ -1,0 +1,33 @@
+"""The MLP of a layer, and the residual stream that runs past it.
+
+In reading order:
+- `residual.py`: the residual stream as the model sees it (`Residual`), and its sums and norms in plain
+  PyTorch.
+- `residual_fp8.py`: sum and norm in one pass that writes FP8, for matmuls that read nothing else.
+- `residual_gradient.py`: the gradient of both, in one pass.
+- `feed_forward.py`: relu(x W_inᵀ)² W_out, in plain PyTorch and in FP8, with its gradients.
+- `relu_squared.py`: the matmul kernels inside it, whose epilogue is the activation or its gradient.
+"""
+from kernels.mlp.feed_forward import (
+    FeedForwardWeights,
+    feed_forward_fp8,
+    feed_forward_reference,
+    feed_forward_weights,
+    has_feed_forward_fp8,
+)
+from kernels.mlp.residual import (
+    Residual,
+    Summands,
+    add_up,
+    before_head,
+    mlp_input_reference,
+    norm,
+    norm_fork_reference,
+)
+from kernels.mlp.residual_fp8 import mlp_input_fp8, norm_fork_fp8
+
+__all__ = [
+    "FeedForwardWeights", "Residual", "Summands", "add_up", "before_head", "feed_forward_fp8",
+    "feed_forward_reference", "feed_forward_weights", "has_feed_forward_fp8", "mlp_input_fp8",
+    "mlp_input_reference", "norm", "norm_fork_fp8", "norm_fork_reference",
+]

@@ -1,209 +1,176 @@
-"""relu(X Wᵀ)² and, backward, 2 √act · (G Wᵀ), each in one kernel: the hidden activations cross memory once.
+"""q = fp8(relu(X Wᵀ)²) and, backward, fp8(2 √act · (G Wᵀ)), each with its transpose, each in one kernel.
 
-Both matrices of the MLP are stored hidden × width, so forward (W = W_in) and backward (W = W_out, G = ∂loss/∂out)
-are the same product with another epilogue. Only act = relu(pre)² is kept for the backward pass, because
-∂act/∂pre = 2 relu(pre) = 2 √act. Against a matrix product and an elementwise pass this saves reading and
-writing tokens · hidden elements each way. Inputs may be FP8 with a scale, and act can be written in FP8 too, for
-the product that follows. One H200, 49,152 tokens, 768 → 3072 (README.md): 0.38 ms where compiled PyTorch
-takes 0.49; FP8 0.24 ms against 0.35; backward 0.47 ms against 0.56.
+Both matrices of the MLP are stored (hidden, width). So forward (W = W_in) and backward (W = W_out, and G is
+the gradient of the MLP's result) are the same matmul with another epilogue. Only act = relu(pre)² is kept for
+the backward pass, because ∂act/∂pre = 2 relu(pre) = 2 √act.
 
-Where the weights' gradients are FP8 products as well, nothing of hidden width is bfloat16: `relu_squared_fp8` and its backward write
-FP8 alone, and with it its transpose, along which those products contract: 302 MB for 49,152 tokens in place of 453 forward; backward,
-where act comes in FP8, 453 in place of 755: 0.26 and 0.35 ms. A sum over tokens may take them in any order, so the transpose has the
-order that costs least, `kernels.fp8.quantize.paired`: a thread holds tokens 8 apart of a tile, and as pairs of them the transposition is
-one of 16-bit numbers, which `stmatrix` does on the way to shared memory: 8 instructions a thread and tile in place of 128 that store
+The weight gradients sum over tokens, so they read the transposes. Those are in `paired` order
+(`kernels/fp8/formats.py`). Storing a transposed tile takes 8 instructions a thread instead of 128 that store
 a byte each.
 
-The grid is persistent and walks bands of tiles; operands come through tensor descriptors (TMA).
+The grid is persistent and walks bands of tiles. Operands come through tensor descriptors (TMA). One H200,
+49,152 tokens, 768 → 3072: 0.24 ms forward, 0.33 ms backward; at a copy's bandwidth the same bytes take 0.08
+and 0.12 ms.
 """
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kernels.backend import check, tl, triton
-from kernels.fp8.formats import E4M3, E5M2, paired, pairs, round_to_fp8
+from kernels.example import Example
+from kernels.fp8.formats import (
+    E4M3,
+    E5M2,
+    paired,
+    pairs,
+    round_to_fp8,
+    rounding_slack,
+    widened,
+)
 
-# (tile rows, tile columns, depth in bytes, warps, stages, programs a multiprocessor), best first, from kernels.bench --sweep; the
-# first is used. Two programs a multiprocessor let one multiply while the other stores, within 113 KB of shared memory each.
-CONFIGS = [(128, 256, 128, 8, 3, 1), (256, 128, 128, 8, 3, 1), (128, 128, 128, 4, 4, 1)]
-# With FP8 results alone, from FP8. KB of shared memory (Triton 3.6, sm_90), of 227. Of 16 programs a multiprocessor two run and the others
-# wait for one to end: collectives that hold 8 of 132 multiprocessors cost 8 and 10%, where with as many programs as fit they cost 57 and
-# 75%, since whoever cannot start begins when all others are done. Alone they are within 5 and 1% of these.
-FP8_CONFIGS = [(128, 128, 128, 4, 3, 16), (128, 128, 128, 4, 3, 2), (128, 256, 128, 8, 3, 1),              # 112, 112, 176
-               (128, 256, 128, 8, 4, 1), (256, 128, 128, 8, 3, 1), (128, 128, 64, 4, 5, 2)]                # 224, 176, 96
-FP8_BACKWARD_CONFIGS = [(128, 128, 64, 4, 5, 16), (128, 128, 64, 4, 5, 2), (128, 256, 128, 8, 3, 1),       # 104, 104, 192
-                        (256, 128, 128, 8, 3, 1), (128, 128, 128, 4, 2, 2), (128, 128, 64, 8, 5, 2)]       # 192, 88, 104
+# (tile rows, tile columns, depth in bytes, warps, stages, programs a multiprocessor), best first, from
+# kernels.bench --sweep. The first is used. At the right: KB of shared memory, of 227 (Triton 3.6, sm_90).
+#
+# Of 16 programs a multiprocessor two run at a time, and the others wait for one to end. Two let one multiply
+# while the other stores. Programs that cannot start, because a collective holds their multiprocessor, would
+# begin when all others are done. With 8 of 132 multiprocessors held, waiting programs cost 8% forward and 10%
+# backward, and as many programs as fit cost 57% and 75%. Alone they are within 5% and 1% of each other.
+CONFIGS = [
+    (128, 128, 128, 4, 3, 16),  # 112
+    (128, 128, 128, 4, 3, 2),   # 112
+    (128, 256, 128, 8, 3, 1),   # 176
+    (128, 256, 128, 8, 4, 1),   # 224
+    (256, 128, 128, 8, 3, 1),   # 176
+    (128, 128, 64, 4, 5, 2),    # 96
+]
+BACKWARD_CONFIGS = [
+    (128, 128, 64, 4, 5, 16),   # 104
+    (128, 128, 64, 4, 5, 2),    # 104
+    (128, 256, 128, 8, 3, 1),   # 192
+    (256, 128, 128, 8, 3, 1),   # 192
+    (128, 128, 128, 4, 2, 2),   # 88
+    (128, 128, 64, 8, 5, 2),    # 104
+]
 
 
-def _product_reference(x: Tensor, w: Tensor, scale: Tensor | None) -> Tensor:
-    product = x.float() @ w.float().mT if x.element_size() == 1 else x @ w.mT  # FP8: exact products, as in the kernel
-    return product if scale is None else product * scale
+def exact_relu_squared(x: Tensor, w: Tensor, scale: Tensor, act_scale: Tensor) -> Tensor:
+    """relu(scale · x wᵀ)² / act_scale, not rounded; in float32, or float64 if x is float64."""
+    return torch.relu(widened(x) @ widened(w).mT * scale).square() / act_scale
 
 
-def relu_squared_reference(x: Tensor, w: Tensor, scale: Tensor | None = None, act_fp8: Tensor | None = None,
-                           act_scale: Tensor | None = None) -> Tensor:
-    """Plain PyTorch twin of `relu_squared`."""
-    act = torch.relu(_product_reference(x, w, scale)).square()
-    if act_fp8 is not None:
-        act_fp8.copy_(round_to_fp8(act, act_scale, act_fp8.dtype))
-    return act.bfloat16() if x.element_size() == 1 else act
+def exact_backward(grad: Tensor, w: Tensor, act: Tensor, scale: Tensor, act_scale: Tensor,
+                   pre_scale: Tensor) -> Tensor:
+    """2 √(act_scale · act) · (scale · grad wᵀ) / pre_scale, not rounded; in float32, or float64 if grad is
+    float64."""
+    return widened(grad) @ widened(w).mT * scale * (2 * (widened(act) * act_scale).sqrt()) / pre_scale
 
 
-def relu_squared_backward_reference(grad: Tensor, w: Tensor, act: Tensor, scale: Tensor | None = None,
-                                    pre_fp8: Tensor | None = None, pre_scale: Tensor | None = None) -> Tensor:
-    """Plain PyTorch twin of `relu_squared_backward`."""
-    grad_pre = _product_reference(grad, w, scale).to(act.dtype) * (2 * act.sqrt())
-    if pre_fp8 is not None:
-        pre_fp8.copy_(round_to_fp8(grad_pre, pre_scale, pre_fp8.dtype))
-    return grad_pre
-
-
-def relu_squared_fp8_reference(x: Tensor, w: Tensor, scale: Tensor, act_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch twin of `relu_squared_fp8`."""
-    act = round_to_fp8(torch.relu(_product_reference(x, w, scale)).square(), act_scale, E4M3)
+def relu_squared_fp8_reference(x: Tensor, w: Tensor, scale: Tensor,
+                               act_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """As `relu_squared_fp8`, in plain PyTorch."""
+    act = round_to_fp8(exact_relu_squared(x, w, scale, act_scale), 1.0, E4M3)
     return act, paired(act.T)
 
 
-def relu_squared_backward_fp8_reference(grad: Tensor, w: Tensor, act: Tensor, scale: Tensor, act_scale: Tensor,
-                                        pre_scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch twin of `relu_squared_backward_fp8`."""
-    pre = round_to_fp8(_product_reference(grad, w, scale) * (2 * (act.float() * act_scale).sqrt()), pre_scale, E5M2)
+def relu_squared_backward_fp8_reference(grad: Tensor, w: Tensor, act: Tensor, scale: Tensor,
+                                        act_scale: Tensor, pre_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """As `relu_squared_backward_fp8`, in plain PyTorch."""
+    pre = round_to_fp8(exact_backward(grad, w, act, scale, act_scale, pre_scale), 1.0, E5M2)
     return pre, paired(pre.T)
 
 
 @triton.jit
-def finish(product, factor, act_desc, out_desc, fp8_desc, transposed_desc, to_fp8, row, column, LIMIT: tl.constexpr):
-    """Apply the epilogue to a tile and store it: as it is, in FP8, and that transposed in pairs; what is None is not there."""
-    product *= factor
+def finish(result, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT: tl.constexpr):
+    """Apply the epilogue to a tile, and store it in FP8, both ways. Backward has `act_desc`, forward None."""
+    result *= factor
     if act_desc is not None:
-        product *= tl.sqrt(act_desc.load([row, column]).to(tl.float32))
+        result *= tl.sqrt(act_desc.load([row, column]).to(tl.float32))
     else:
-        product = tl.maximum(product, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        product *= product
-    if out_desc is not None:
-        out_desc.store([row, column], product.to(out_desc.dtype))
-        if fp8_desc is not None:
-            product *= to_fp8
-    if fp8_desc is not None:
-        if LIMIT is not None:  # a GPU's conversion saturates, the interpreter's does not
-            product = tl.clamp(product, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        fp8_desc.store([row, column], product.to(fp8_desc.dtype))
-        if transposed_desc is not None:
-            transposed_desc.store([column, row // 2], pairs(product, fp8_desc.dtype, product.shape[0], product.shape[1]).T)
+        result = tl.maximum(result, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result *= result
+    if LIMIT is not None:  # a GPU's conversion saturates, the interpreter's does not
+        result = tl.clamp(result, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    fp8_desc.store([row, column], result.to(fp8_desc.dtype))
+    in_pairs = pairs(result, fp8_desc.dtype, result.shape[0], result.shape[1])
+    transposed_desc.store([column, row // 2], in_pairs.T)
 
 
 @triton.jit
-def product_kernel(x_desc, w_desc, act_desc, act_scale_ptr, out_desc, fp8_desc, transposed_desc, scale_ptr, fp8_scale_ptr,
-                   tokens, hidden, width, LIMIT: tl.constexpr, PROGRAMS: tl.constexpr,
-                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr):
+def product_kernel(x_desc, w_desc, act_desc, act_scale_ptr, fp8_desc, transposed_desc, scale_ptr,
+                   fp8_scale_ptr, tokens, hidden, width, LIMIT: tl.constexpr, PROGRAMS: tl.constexpr,
+                   ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    GROUP: tl.constexpr = 8     # A band of 8 rows of tiles is walked column by column, for the L2 cache.
     row_tiles, column_tiles = tl.cdiv(tokens, ROWS), tl.cdiv(hidden, COLUMNS)
     for tile in tl.range(tl.program_id(0), row_tiles * column_tiles, PROGRAMS, flatten=True):
         first = tile // (GROUP * column_tiles) * GROUP
         height = min(GROUP, row_tiles - first)
         row = (first + tile % (GROUP * column_tiles) % height) * ROWS
         column = tile % (GROUP * column_tiles) // height * COLUMNS
-        product = tl.zeros((ROWS, COLUMNS), tl.float32)
+        result = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, width, DEPTH):
-            product = tl.dot(x_desc.load([row, start]), w_desc.load([column, start]).T, product,
+            result = tl.dot(x_desc.load([row, start]), w_desc.load([column, start]).T, result,
                              input_precision="ieee")
-        # Scales as one factor, which multiplies before the square; of FP8 alone theirs is in it.
-        factor, to_fp8 = 1.0, 1.0
-        if scale_ptr is not None:
-            factor = tl.load(scale_ptr)
-        if fp8_desc is not None:
-            to_fp8 = 1 / tl.load(fp8_scale_ptr)
+        # All scales are one factor. Forward it multiplies before the square, so the output's is under a root.
+        factor = tl.load(scale_ptr)
+        to_fp8 = 1 / tl.load(fp8_scale_ptr)
         if act_desc is not None:
             factor *= 2
-            if act_scale_ptr is not None:
-                factor *= tl.sqrt(tl.load(act_scale_ptr))
-            if out_desc is None:
-                factor *= to_fp8
-        elif out_desc is None:
+            factor *= tl.sqrt(tl.load(act_scale_ptr))
+            factor *= to_fp8
+        else:
             factor *= tl.sqrt(to_fp8)
-        # In two halves, which need half the shared memory: what is saved deepens the pipeline.
-        halves = tl.permute(tl.reshape(product, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
+        # In two halves, which need half the shared memory. What is saved deepens the pipeline.
+        halves = tl.permute(tl.reshape(result, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
         left, right = tl.split(halves)
-        finish(left, factor, act_desc, out_desc, fp8_desc, transposed_desc, to_fp8, row, column, LIMIT)
+        finish(left, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT)
         column += COLUMNS // 2
-        finish(right, factor, act_desc, out_desc, fp8_desc, transposed_desc, to_fp8, row, column, LIMIT)
+        finish(right, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT)
 
 
-def _check(x: Tensor, w: Tensor, act: Tensor | None, fp8: Tensor | None, scales: tuple[Tensor | None, ...]) -> None:
+def check_inputs(x: Tensor, w: Tensor, act: Tensor | None, scales: tuple[Tensor, ...]) -> None:
     tokens, width = x.shape
-    for name, tensor in (("x", x), ("w", w), ("act", act), ("fp8", fp8)):
+    check(x.element_size() == 1, "x", x, "FP8")
+    check(tokens % 16 == 0, "x", x, "of a multiple of 16 tokens, which are contiguous in its transpose")
+    for name, tensor in (("x", x), ("w", w), ("act", act)):
         if tensor is not None:
-            row = tensor.stride(0) * tensor.element_size()
-            check(tensor.ndim == 2 and tensor.stride(1) == 1 and row % 16 == tensor.data_ptr() % 16 == 0, name, tensor,
+            row_bytes, start = tensor.stride(0) * tensor.element_size(), tensor.data_ptr()
+            aligned = row_bytes % 16 == start % 16 == 0
+            check(tensor.ndim == 2 and tensor.stride(1) == 1 and aligned, name, tensor,
                   "a matrix of contiguous rows that start at multiples of 16 bytes")
     check(w.shape[1] == width and w.dtype == x.dtype, "w", w, f"(hidden, {width}) of {x.dtype}")
-    check(len(w) % 8 == 0, "w", w, "such that hidden is a multiple of 8")
-    for name, tensor in (("act", act), ("fp8", fp8)):
-        check(tensor is None or tensor.shape == (tokens, len(w)), name, tensor, f"({tokens}, {len(w)})")
+    check(len(w) % 16 == 0, "w", w, "such that hidden is a multiple of 16")
+    check(act is None or act.shape == (tokens, len(w)) and act.dtype == E4M3, "act", act,
+          f"({tokens}, {len(w)}) in float8_e4m3fn")
     for scale in scales:
-        check(scale is None or scale.numel() == 1 and scale.dtype == torch.float32, "scale", scale, "one float32")
-    check((fp8 is None) == (scales[1] is None), "x", x, "given with both or neither of the FP8 output and its scale")
+        check(scale.numel() == 1 and scale.dtype == torch.float32, "scale", scale, "one float32")
 
 
-def _launch(x: Tensor, w: Tensor, scale: Tensor | None, fp8_scale: Tensor | None, tuned: tuple, act: Tensor | None = None,
-            act_scale: Tensor | None = None, out: Tensor | None = None, fp8: Tensor | None = None,
-            transposed: Tensor | None = None) -> None:
+def launch(x: Tensor, w: Tensor, scale: Tensor, fp8_scale: Tensor, dtype: torch.dtype, tuned: tuple[int, ...],
+           act: Tensor | None = None, act_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Run the kernel forward (act is None) or backward; the result over `fp8_scale` in `dtype`, both ways."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    if not len(x):
-        return
     rows, columns, depth, warps, stages, resident = tuned
-    depth //= x.element_size()
-    tiles = triton.cdiv(len(x), rows) * triton.cdiv(len(w), columns)
-    programs = resident * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
-    transposed = None if transposed is None else transposed.view(torch.int16)                         # pairs of tokens
+    out = torch.empty(len(x), len(w), dtype=dtype, device=x.device)
+    transposed = torch.empty(len(w), len(x), dtype=dtype, device=x.device)
+    if not len(x):
+        return out, transposed
 
-    def tiled(tensor: Tensor | None, *block: int):
+    def tiled(tensor: Tensor | None, *block: int) -> TensorDescriptor | None:
         return tensor if tensor is None else TensorDescriptor.from_tensor(tensor, list(block))
 
+    tiles = triton.cdiv(len(x), rows) * triton.cdiv(len(w), columns)
+    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 0
+    programs = resident * multiprocessors or 4
     product_kernel[(min(programs, tiles),)](
         tiled(x, rows, depth), tiled(w, columns, depth), tiled(act, rows, columns // 2), act_scale,
-        tiled(out, rows, columns // 2), tiled(fp8, rows, columns // 2), tiled(transposed, columns // 2, rows // 2),
+        tiled(out, rows, columns // 2), tiled(transposed.view(torch.int16), columns // 2, rows // 2),
         scale, fp8_scale, len(x), len(w), x.shape[1],
-        LIMIT=None if fp8 is None or fp8.is_cuda else torch.finfo(fp8.dtype).max, PROGRAMS=programs,
-        ROWS=rows, COLUMNS=columns, DEPTH=depth, GROUP=8, num_warps=warps, num_stages=stages)
-
-
-def relu_squared(
-    x: Tensor,  # (tokens, width), bfloat16, float16, float32 or float8_e4m3fn
-    w: Tensor,  # (hidden, width), of the same dtype
-    scale: Tensor | None = None,  # one float32: the product of the scales of FP8 inputs
-    act_fp8: Tensor | None = None,  # (tokens, hidden) FP8: receives act / act_scale, saturated
-    act_scale: Tensor | None = None,  # one float32
-    tuned: tuple[int, int, int, int, int, int] | None = None,
-) -> Tensor:
-    """act = relu(scale · x wᵀ)², (tokens, hidden) in x's dtype, or bfloat16 for FP8 inputs."""
-    _check(x, w, None, act_fp8, (scale, act_scale))
-    out = torch.empty(len(x), len(w), dtype=x.dtype if x.element_size() > 1 else torch.bfloat16, device=x.device)
-    _launch(x, w, scale, act_scale, tuned or CONFIGS[0], out=out, fp8=act_fp8)
-    return out
-
-
-def relu_squared_backward(
-    grad: Tensor,  # (tokens, width): ∂loss/∂(act @ w)
-    w: Tensor,  # (hidden, width): the matrix that maps act to the output
-    act: Tensor,  # (tokens, hidden), from `relu_squared`
-    scale: Tensor | None = None,
-    pre_fp8: Tensor | None = None,  # (tokens, hidden) FP8: receives the result / pre_scale, saturated
-    pre_scale: Tensor | None = None,
-    tuned: tuple[int, int, int, int, int, int] | None = None,
-) -> Tensor:
-    """∂loss/∂pre = 2 √act · (scale · grad wᵀ), (tokens, hidden), where act = relu(pre)²."""
-    _check(grad, w, act, pre_fp8, (scale, pre_scale))
-    out = torch.empty(len(grad), len(w), dtype=grad.dtype if grad.element_size() > 1 else torch.bfloat16, device=grad.device)
-    _launch(grad, w, scale, pre_scale, tuned or CONFIGS[0], act=act, out=out, fp8=pre_fp8)
-    return out
-
-
-def _both(x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for a (tokens, hidden) result and its transpose."""
-    check(x.element_size() == 1, "x", x, "FP8")
-    check(len(x) % 16 == 0, "x", x, "such that tokens, which are contiguous in its transpose, are a multiple of 16")
-    return tuple(torch.empty(shape, dtype=dtype, device=x.device) for shape in ((len(x), len(w)), (len(w), len(x))))
+        LIMIT=None if x.is_cuda else torch.finfo(dtype).max, PROGRAMS=programs,
+        ROWS=rows, COLUMNS=columns, DEPTH=depth, num_warps=warps, num_stages=stages)
+    return out, transposed
 
 
 def relu_squared_fp8(
@@ -213,15 +180,14 @@ def relu_squared_fp8(
     act_scale: Tensor,  # one float32
     tuned: tuple[int, int, int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(q, paired(qᵀ)), contiguous, q (tokens, hidden) = relu(scale · x wᵀ)² / act_scale in float8_e4m3fn, saturated."""
-    act, transposed = _both(x, w, E4M3)
-    _check(x, w, None, act, (scale, act_scale))
-    _launch(x, w, scale, act_scale, tuned or FP8_CONFIGS[0], fp8=act, transposed=transposed)
-    return act, transposed
+    """(q, paired(qᵀ)), contiguous, q (tokens, hidden) = relu(scale · x wᵀ)² / act_scale in float8_e4m3fn,
+    saturated."""
+    check_inputs(x, w, None, (scale, act_scale))
+    return launch(x, w, scale, act_scale, E4M3, tuned or CONFIGS[0])
 
 
 def relu_squared_backward_fp8(
-    grad: Tensor,  # (tokens, width) float8_e4m3fn: ∂loss/∂(act @ w)
+    grad: Tensor,  # (tokens, width) float8_e4m3fn: the gradient of act @ w
     w: Tensor,  # (hidden, width) float8_e4m3fn: the matrix that maps act to the output
     act: Tensor,  # (tokens, hidden) float8_e4m3fn, from `relu_squared_fp8`
     scale: Tensor,  # one float32: the product of the scales of grad and w
@@ -229,9 +195,37 @@ def relu_squared_backward_fp8(
     pre_scale: Tensor,  # one float32
     tuned: tuple[int, int, int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(q, paired(qᵀ)), contiguous, q (tokens, hidden) = 2 √(act_scale · act) · (scale · grad wᵀ) / pre_scale in float8_e5m2, saturated."""
-    check(act.dtype == E4M3, "act", act, "float8_e4m3fn")
-    pre, transposed = _both(grad, w, E5M2)
-    _check(grad, w, act, pre, (scale, pre_scale, act_scale))
-    _launch(grad, w, scale, pre_scale, tuned or FP8_BACKWARD_CONFIGS[0], act=act, act_scale=act_scale, fp8=pre, transposed=transposed)
-    return pre, transposed
+    """(q, paired(qᵀ)), contiguous, q = 2 √(act_scale · act) · (scale · grad wᵀ) / pre_scale in float8_e5m2,
+    saturated."""
+    check_inputs(grad, w, act, (scale, pre_scale, act_scale))
+    return launch(grad, w, scale, pre_scale, E5M2, tuned or BACKWARD_CONFIGS[0], act, act_scale)
+
+
+def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    """With scales that saturate nothing."""
+    def inputs(tokens: int, width: int, hidden: int, backward: bool) -> tuple[Tensor, ...]:
+        x, w = (torch.randn(rows, width, device=device).to(E4M3) for rows in (tokens, hidden))
+        act = torch.randn(tokens, hidden, device=device).relu().square().to(E4M3)
+        scale, act_scale, pre_scale = (torch.tensor(number, device=device) for number in (0.02, 0.05, 1e-3))
+        return (x, w, act, scale, act_scale, pre_scale) if backward else (x, w, scale, act_scale)
+
+    def both(function, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        q = function(*tensors)
+        return q, paired(q.T)
+
+    real = ((16384, 768, 3072), (49152, 768, 3072))
+    for shape in real if size == "real" else ((16, 16, 16), (144, 48, 272)):
+        tokens, width, hidden = shape
+        every = size == "real" or tokens == 144      # The interpreter takes its time for each configuration.
+        common = dict(shape="{:,} × {} × {}".format(*shape), flop=2.0 * tokens * width * hidden, rate=2,
+                      slack=rounding_slack(device))
+        yield Example(
+            "MLP relu² from FP8 to FP8 and its transpose", inputs=partial(inputs, *shape, False),
+            kernel=relu_squared_fp8, reference=relu_squared_fp8_reference,
+            bytes=tokens * (width + 2.0 * hidden), exact=partial(both, exact_relu_squared),
+            configs=CONFIGS if every else (), **common)
+        yield Example(
+            "MLP relu² backward from FP8 to FP8 and its transpose", inputs=partial(inputs, *shape, True),
+            kernel=relu_squared_backward_fp8, reference=relu_squared_backward_fp8_reference,
+            bytes=tokens * (width + 3.0 * hidden), exact=partial(both, exact_backward),
+            configs=BACKWARD_CONFIGS if every else (), **common)

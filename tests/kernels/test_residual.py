@@ -1,0 +1,43 @@
+"""The residual stream as the model sees it."""
+import pytest
+import torch
+from checks import DEVICE, random
+
+from kernels.mlp.residual import Residual, add_up, before_head, norm, norm_fork_reference
+
+
+def test_the_sum_of_one_summand_is_that_summand():
+    x, y, z = (random(3, 4) for _ in range(3))
+    assert add_up((x,)) is x
+    assert torch.equal(add_up((x, y, z)), x + y + z)
+
+
+def test_the_first_reader_sums_and_each_reader_gets_its_own_copy():
+    calls, (x, update) = [], (random(3, 4), random(3, 4))
+
+    def norm_fork(summands, readers):
+        calls.append((summands, readers))
+        return *(f"copy {i}" for i in range(readers)), add_up(summands)
+
+    stream = Residual(x, update, readers=3)
+    assert stream.newest is update and stream.summands == (x, update) and not calls
+    assert [stream.normed(norm_fork) for _ in range(3)] == ["copy 2", "copy 1", "copy 0"]
+    assert calls == [((x, update), 3)]
+    total, = stream.summands
+    assert torch.equal(total, x + update) and stream.newest is total
+    with pytest.raises(ValueError, match="made for 3 readers"):
+        stream.normed(norm_fork)
+
+
+def test_every_reader_reads_the_norm():
+    x, update = random(3, 4), random(3, 4)
+    stream = Residual(x, update, readers=2)
+    for _ in range(2):
+        assert torch.equal(stream.normed(norm_fork_reference), norm(x + update))
+
+
+def test_the_head_reads_the_norm_less_a_share_of_the_kept_layer():
+    (x, update, kept), share = (random(3, 4) for _ in range(3)), torch.tensor(0.5, device=DEVICE)
+    assert torch.equal(before_head((x, update), None, share), norm(x + update))
+    wanted = norm(x + update - share * (kept + kept))
+    assert torch.equal(before_head((x, update), (kept, kept), share), wanted)
