@@ -1,18 +1,27 @@
-"""softmax(scale q kᵀ) v within packed sequences, causal, over a sliding window: one function, three backends.
+"""softmax(scale · q kᵀ) v, causal, over a sliding window within each document: one function, three backends.
 
-Each takes q, k (n, heads, qk_dim), v (n, heads, head_dim), cu_seqlens (sequences + 1,) int32 where sequences start and the last one
-ends (empty ones may follow), the length that no sequence exceeds, a window in tokens and a scale; a token attends to itself and to the
-`window` tokens before it in its sequence. Returns (n, heads, head_dim). `plain` is the reference.
+Each takes
+
+    q, k (n, heads, qk_dim), v (n, heads, head_dim)     all documents one after another, bf16 on GPUs
+    cu_seqlens (documents + 1,) int32                   where each document starts, and where the last one
+    ends;
+                                                        empty ones may follow
+    max_length                                          tokens that no document exceeds window
+    a token attends to itself and to so many tokens before it scale
+    of the scores
+
+and returns (n, heads, head_dim). `attention_reference` is the plain PyTorch form.
 
 Forward / backward on one H200, 6 heads of 128, bf16 (torch 2.11, flash-attn-4 4.0.0b36):
     16,384 tokens, window  128:  flash4  82 / 143 µs   varlen  81 /   203 µs
     49,152 tokens, window 1408:  flash4 236 / 600 µs   varlen 457 / 1,065 µs
-Queries and keys narrower than values (qk_dim 64) have trained on one H200 (records/ideas.md), but have not been timed alone yet.
+Queries and keys that are narrower than values (qk_dim 64) have trained on one H200 (records/ideas.md), but
+have not been timed alone. FlashAttention: arXiv 2205.14135; version 4, github.com/Dao-AILab/flash-attention.
 """
 import os
+from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import Callable
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +29,11 @@ from torch import Tensor
 
 
 def fit_tiles(interface: ModuleType) -> None:
-    """Make FlashAttention-4 choose Hopper's tiles by the wider of q's and v's heads; version 4.0.0b36 does it by q's alone.
+    """Make FlashAttention-4 choose Hopper's tiles by the wider of q's and v's heads.
 
-    For heads of 64 with values of 128 those it chooses take 240 KB of shared memory in the backward pass, of which there are 227,
-    and spill registers in both passes; by the wider none does (compiled for sm_90a).
+    Version 4.0.0b36 chooses by q's alone. For queries of 64 channels and values of 128 its choice takes 240
+    KB of shared memory in the backward pass, where 227 exist, and spills registers in both passes; by the
+    wider one nothing spills (compiled for sm_90a).
     """
     for name in ("_tile_size_fwd_sm90", "_tile_size_bwd_sm90"):
         choose = getattr(interface, name, None)
@@ -38,45 +48,64 @@ def by_the_wider(choose: Callable) -> Callable:
     return tiles
 
 
-def flash4_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int, scale: float) -> Tensor:
+def flash4_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int, scale: float
+) -> Tensor:
+    """FlashAttention-4; repeatable bit for bit where torch is asked for deterministic algorithms."""
     from flash_attn.cute import flash_attn_varlen_func, interface
     if q.size(-1) != v.size(-1):
         fit_tiles(interface)
-    out = flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_length,
-                                 max_seqlen_k=max_length, softmax_scale=scale, causal=True, window_size=(window, 0),
-                                 deterministic=torch.are_deterministic_algorithms_enabled())     # else dQ is summed as blocks end
+    out = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_length,
+        max_seqlen_k=max_length, softmax_scale=scale, causal=True, window_size=(window, 0),
+        # Otherwise the gradient of q is summed in the order in which blocks happen to end.
+        deterministic=torch.are_deterministic_algorithms_enabled())
     return out[0] if isinstance(out, tuple) else out
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int, scale: float) -> Tensor:
+def varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int, scale: float
+) -> Tensor:
+    """PyTorch's own. It wants q, k and v of one width: narrower ones get zeros, which change no result."""
     from torch.nn.attention.varlen import varlen_attn
-    wider = max(q.size(-1), v.size(-1))                     # it has one width for all: zeros change no product
+    wider = max(q.size(-1), v.size(-1))
     q, k, values = (x if x.size(-1) == wider else F.pad(x, (0, wider - x.size(-1))) for x in (q, k, v))
-    out = varlen_attn(q, k, values, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=(window, 0))
+    out = varlen_attn(
+        q, k, values, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=(window, 0))
     return out[..., :v.size(-1)]
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int, scale: float) -> Tensor:
-    """Blocks of queries against the keys in their reach, so that memory grows with the window and not with n²."""
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int, scale: float
+) -> Tensor:
+    """Blocks of queries against the keys in their reach: memory grows with the window, not with n²."""
     n, block = len(q), 512
     position = torch.arange(n, device=q.device)
-    sequence = torch.bucketize(position, cu_seqlens, right=True)
+    document = torch.bucketize(position, cu_seqlens, right=True)
     outputs = []
     for first in range(0, n, block):
         queries, keys = slice(first, first + block), slice(max(0, first - window), first + block)
         distance = position[queries, None] - position[None, keys]
-        mask = (distance >= 0) & (distance <= window) & (sequence[queries, None] == sequence[None, keys])
+        same_document = document[queries, None] == document[None, keys]
+        mask = (distance >= 0) & (distance <= window) & same_document
         heads_first = (x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys]))
         out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale)
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
-ATTENTION: dict[str, Callable[..., Tensor]] = {"flash4": flash4_attention, "varlen": varlen_attention, "plain": plain_attention}
+ATTENTION: dict[str, Callable[..., Tensor]] = {
+    "flash4": flash4_attention,
+    "varlen": varlen_attention,
+    "plain": attention_reference,
+}
 
 
 def choose_attention(wanted: str, device: torch.device) -> tuple[str, str]:
-    """Name of the backend to use on `device`, and why it is not the fastest one (empty if it is)."""
+    """The backend to use on `device`, and why it is not the fastest one (empty if it is).
+
+    `wanted`: a name from `ATTENTION`, or "auto".
+    """
     # FlashAttention-4 reads this when it is imported: its compiled kernels are kept for the next start.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     if wanted != "auto":
@@ -91,5 +120,6 @@ def choose_attention(wanted: str, device: torch.device) -> tuple[str, str]:
     try:
         import flash_attn.cute  # noqa: F401
     except ImportError as error:
-        return "varlen", f"FlashAttention-4 is not usable ({error}); `pip install --pre flash-attn-4` makes attention up to 2x faster"
+        advice = "`pip install --pre flash-attn-4` makes attention up to 2x faster"
+        return "varlen", f"FlashAttention-4 is not usable ({error}); {advice}"
     return "flash4", ""

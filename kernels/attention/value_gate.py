@@ -1,93 +1,124 @@
-"""mix = 2σ([seen, row's first channels]·gateᵀ): how much of a value row each head adds to its values; (n, heads) from 2 × 6 channels.
+"""mix = 2σ(gate · [seen, first channels of the value row]): how much of a token's value row each head takes.
 
-One launch each way, a block of tokens a program, in place of a concatenation, two thin products and what is around them. The
-backward pass adds to a gradient of `row` that is there already, and perhaps to one of what `seen` is part of: autograd would pad
-their few channels with zeros to whole rows, of which a training step has 75 MB a layer, and add those. The gate's gradient is
-summed by blocks, in a fixed order.
+`seen` are the first channels of the token's vector x, so that the gate knows the context as well as the
+token. With 6 + 6 channels and 6 heads this is tiny arithmetic, and what it saves is launches and padding. One
+launch each way replaces a concatenation, two thin matmuls and what surrounds them. The backward pass adds the
+gradients of the few channels in place, where the gradients of the whole rows already stand; autograd would
+pad each with zeros to a whole row, 75 MB a layer for 49,152 tokens in bf16, and add those. The gate's
+gradient is summed by blocks of tokens in a fixed order, so repeated runs are equal bit for bit.
+
+Value embeddings: arXiv 2410.17897 (value residuals, @Grad62304977 in the modded-nanogpt speedrun), and as
+tables of their own by @KoszarskyB, who made them a record there.
 """
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import check, tl, triton
+from kernels.example import Example
 
-TOKENS, WARPS = 128, 4          # a program
+TOKENS, WARPS = 128, 4  # of a program
 
 
-def value_mix_reference(seen: Tensor, row: Tensor, gate: Tensor) -> Tensor:
-    """Plain PyTorch twin of `value_mix`, in seen's dtype."""
-    both = torch.cat([seen, row[:, :seen.size(1)]], dim=-1)
+def value_mix_reference(seen: Tensor, rows: Tensor, gate: Tensor) -> Tensor:
+    """Plain PyTorch form of `value_mix`, in seen's dtype."""
+    both = torch.cat([seen, rows[:, :seen.size(1)]], dim=-1)
     return 2 * torch.sigmoid(F.linear(both, gate.type_as(seen)))
 
 
 @triton.jit
-def load_seen(seen_ptr, row_ptr, n, factor, seen_row, row_row, HALF: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr):
-    """This program's tokens and the channels, as (TOKENS, 1) and (1, CHANNELS), and what the gates see of both, float32."""
+def load_gate_inputs(
+    seen_ptr, rows_ptr, n, factor, seen_stride, rows_stride,
+    HALF: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+):
+    """The tokens (TOKENS, 1), the channels (1, CHANNELS), and what the gate sees of x and of the row."""
     token = (tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
     inside = (token < n) & (channel < HALF)
-    seen = factor * tl.load(seen_ptr + token * seen_row + channel, mask=inside, other=0.0).to(tl.float32)
-    return token, channel, seen, tl.load(row_ptr + token * row_row + channel, mask=inside, other=0.0).to(tl.float32)
+    seen = factor * tl.load(seen_ptr + token * seen_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(rows_ptr + token * rows_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    return token, channel, seen, row
 
 
 @triton.jit
-def value_mix_kernel(seen_ptr, row_ptr, gate_ptr, mix_ptr, kept_ptr, n, factor, seen_row, row_row,
-                     HEADS: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr):
-    token, channel, seen, row = load_seen(seen_ptr, row_ptr, n, factor, seen_row, row_row, HALF, CHANNELS, TOKENS)
+def value_mix_kernel(
+    seen_ptr, rows_ptr, gate_ptr, mix_ptr, kept_ptr, n, factor, seen_stride, rows_stride,
+    HEADS: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+):
+    token, channel, seen, row = load_gate_inputs(
+        seen_ptr, rows_ptr, n, factor, seen_stride, rows_stride, HALF, CHANNELS, TOKENS)
     if kept_ptr is not None:
-        tl.store(kept_ptr + token * HALF + channel, seen.to(kept_ptr.dtype.element_ty), mask=(token < n) & (channel < HALF))
+        kept = seen.to(kept_ptr.dtype.element_ty)
+        tl.store(kept_ptr + token * HALF + channel, kept, mask=(token < n) & (channel < HALF))
     for head in tl.static_range(HEADS):
         gate = gate_ptr + 2 * HALF * head + channel
-        first, second = tl.load(gate, mask=channel < HALF, other=0.0), tl.load(gate + HALF, mask=channel < HALF, other=0.0)
-        logit = tl.sum(seen * first + row * second, 1, keep_dims=True)
+        seen_gate = tl.load(gate, mask=channel < HALF, other=0.0)
+        row_gate = tl.load(gate + HALF, mask=channel < HALF, other=0.0)
+        logit = tl.sum(seen * seen_gate + row * row_gate, 1, keep_dims=True)
         tl.store(mix_ptr + token * HEADS + head, 2 * tl.sigmoid(logit), mask=token < n)
 
 
 @triton.jit
-def value_mix_backward_kernel(mix_grad_ptr, mix_ptr, seen_ptr, row_ptr, gate_ptr, seen_grad_ptr, row_grad_ptr, gate_grad_ptr,
-                              n, seen_row, row_row, seen_grad_row, row_grad_row, ADD: tl.constexpr,
-                              HEADS: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr):
-    token, channel, seen, row = load_seen(seen_ptr, row_ptr, n, 1.0, seen_row, row_row, HALF, CHANNELS, TOKENS)
+def value_mix_backward_kernel(
+    mix_grad_ptr, mix_ptr, seen_ptr, rows_ptr, gate_ptr, seen_grad_ptr, rows_grad_ptr, gate_grad_ptr,
+    n, strides,
+    ADD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
+):
+    seen_stride, rows_stride, seen_grad_stride, rows_grad_stride = strides
+    token, channel, seen, row = load_gate_inputs(
+        seen_ptr, rows_ptr, n, 1.0, seen_stride, rows_stride, HALF, CHANNELS, TOKENS)
     inside = (token < n) & (channel < HALF)
-    seen_grads, row_grads = seen_grad_ptr + token * seen_grad_row + channel, row_grad_ptr + token * row_grad_row + channel
-    seen_grad, row_grad = tl.zeros_like(seen), tl.load(row_grads, mask=inside, other=0.0).to(tl.float32)
+    seen_grad_at = seen_grad_ptr + token * seen_grad_stride + channel
+    row_grad_at = rows_grad_ptr + token * rows_grad_stride + channel
+    seen_grad, row_grad = tl.zeros_like(seen), tl.load(row_grad_at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
-        seen_grad += tl.load(seen_grads, mask=inside, other=0.0).to(tl.float32)
+        seen_grad += tl.load(seen_grad_at, mask=inside, other=0.0).to(tl.float32)
     gate_grad_ptr += tl.program_id(0) * (2 * HALF * HEADS)
     for head in tl.static_range(HEADS):
         gate = 2 * HALF * head + channel
         mix = tl.load(mix_ptr + token * HEADS + head, mask=token < n, other=0.0)
-        grad = tl.load(mix_grad_ptr + token * HEADS + head, mask=token < n, other=0.0) * mix * (1 - mix / 2)       # of the logit
-        seen_grad += grad * tl.load(gate_ptr + gate, mask=channel < HALF, other=0.0)
-        row_grad += grad * tl.load(gate_ptr + gate + HALF, mask=channel < HALF, other=0.0)
-        tl.store(gate_grad_ptr + gate, tl.sum(grad * seen, 0, keep_dims=True), mask=channel < HALF)
-        tl.store(gate_grad_ptr + gate + HALF, tl.sum(grad * row, 0, keep_dims=True), mask=channel < HALF)
-    tl.store(seen_grads, seen_grad.to(seen_grad_ptr.dtype.element_ty), mask=inside)
-    tl.store(row_grads, row_grad.to(row_grad_ptr.dtype.element_ty), mask=inside)
+        mix_grad = tl.load(mix_grad_ptr + token * HEADS + head, mask=token < n, other=0.0)
+        logit_grad = mix_grad * mix * (1 - mix / 2)  # the derivative of 2σ is 2σ (1 − σ)
+        seen_grad += logit_grad * tl.load(gate_ptr + gate, mask=channel < HALF, other=0.0)
+        row_grad += logit_grad * tl.load(gate_ptr + gate + HALF, mask=channel < HALF, other=0.0)
+        gate_grad = gate_grad_ptr + gate
+        tl.store(gate_grad, tl.sum(logit_grad * seen, 0, keep_dims=True), mask=channel < HALF)
+        tl.store(gate_grad + HALF, tl.sum(logit_grad * row, 0, keep_dims=True), mask=channel < HALF)
+    tl.store(seen_grad_at, seen_grad.to(seen_grad_ptr.dtype.element_ty), mask=inside)
+    tl.store(row_grad_at, row_grad.to(rows_grad_ptr.dtype.element_ty), mask=inside)
 
 
-def _check(seen: Tensor, row: Tensor, gate: Tensor) -> dict:
-    check(row.ndim == 2 and row.stride(1) == 1, "value_row", row, "(n, width) with contiguous rows")
-    check(seen.ndim == 2 and len(seen) == len(row) and 0 < seen.size(1) <= row.size(1) and seen.stride(1) == 1, "seen", seen,
-          f"({len(row)}, channels) with contiguous rows of at most {row.size(1)} channels")
-    check(gate.ndim == 2 and gate.size(1) == 2 * seen.size(1) and gate.dtype == torch.float32 and gate.is_contiguous(), "value_gate", gate,
-          f"contiguous float32 (heads, {2 * seen.size(1)})")
-    return dict(HEADS=len(gate), HALF=seen.size(1), CHANNELS=1 << (seen.size(1) - 1).bit_length(), TOKENS=TOKENS, num_warps=WARPS)
+def constants(seen: Tensor, rows: Tensor, gate: Tensor) -> dict[str, int]:
+    """What both kernels are compiled for, after checking the shapes that they rely on."""
+    check(rows.ndim == 2 and rows.stride(1) == 1, "value rows", rows, "(n, width) with contiguous rows")
+    n, width = rows.shape
+    check(seen.ndim == 2 and len(seen) == n and 0 < seen.size(1) <= width and seen.stride(1) == 1,
+          "seen", seen, f"({n}, channels) with contiguous rows of at most {width} channels")
+    channels = seen.size(1)
+    fits = gate.ndim == 2 and gate.size(1) == 2 * channels
+    check(fits and gate.dtype == torch.float32 and gate.is_contiguous(), "gate", gate,
+          f"contiguous float32 (heads, {2 * channels})")
+    power_of_two = 1 << (channels - 1).bit_length()
+    return dict(HEADS=len(gate), HALF=channels, CHANNELS=power_of_two, TOKENS=TOKENS, num_warps=WARPS)
 
 
 def value_mix(
-    seen: Tensor,  # (n, channels), rows contiguous: what the gates see of the token
-    row: Tensor,  # (n, width), rows contiguous: its value row, of which they see as many channels
-    gate: Tensor,  # (heads, 2 channels) float32
+    seen: Tensor,  # (n, channels), rows contiguous: what the gate sees of x
+    rows: Tensor,  # (n, width), rows contiguous: the value rows, of which it sees as many channels
+    gate: Tensor,  # (heads, 2 channels) float32, contiguous
     factor: float = 1.0,  # multiplies `seen`, which may be FP8
-    kept: Tensor | None = None,  # (n, channels), contiguous: receives factor · seen
+    kept: Tensor | None = None,  # (n, channels), contiguous: receives factor · seen, for the backward pass
 ) -> Tensor:
-    """(n, heads) float32."""
-    check(kept is None or kept.shape == seen.shape and kept.is_contiguous(), "kept", kept, "contiguous, shaped like seen")
-    form, mix = _check(seen, row, gate), torch.empty(len(seen), len(gate), dtype=torch.float32, device=seen.device)
+    """mix (n, heads) float32."""
+    check(kept is None or kept.shape == seen.shape and kept.is_contiguous(), "kept", kept,
+          "contiguous, shaped like seen")
+    compiled_for = constants(seen, rows, gate)
+    mix = torch.empty(len(seen), len(gate), dtype=torch.float32, device=seen.device)
     if len(seen):
         value_mix_kernel[triton.cdiv(len(seen), TOKENS),](
-            seen, row, gate, mix, kept, len(seen), factor, seen.stride(0), row.stride(0), **form)
+            seen, rows, gate, mix, kept, len(seen), factor, seen.stride(0), rows.stride(0), **compiled_for)
     return mix
 
 
@@ -95,21 +126,54 @@ def value_mix_backward(
     mix_grad: Tensor,  # (n, heads) float32, contiguous
     mix: Tensor,  # (n, heads) from `value_mix`
     seen: Tensor,
-    row: Tensor,
+    rows: Tensor,
     gate: Tensor,
-    row_grad: Tensor,  # (n, width), rows contiguous: added to in place
-    into: Tensor | None = None,  # (n, channels), rows contiguous: seen's is added to it in place
+    rows_grad: Tensor,  # (n, width), rows contiguous: the gradient of rows is added to it in place
+    seen_grad: Tensor | None = None,  # (n, channels), rows contiguous: seen's is added to it in place
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of seen, or `into`, and gate; and row's added to `row_grad`."""
-    form, blocks = _check(seen, row, gate), triton.cdiv(len(seen), TOKENS)
-    check(row_grad.shape == row.shape and row_grad.stride(1) == 1, "row_grad", row_grad, f"{tuple(row.shape)} with contiguous rows")
+    """The gradients of seen (`seen_grad`, if given) and of gate. The gradient of rows is in `rows_grad`."""
+    compiled_for, n = constants(seen, rows, gate), len(seen)
+    check(rows_grad.shape == rows.shape and rows_grad.stride(1) == 1, "rows_grad", rows_grad,
+          f"{tuple(rows.shape)} with contiguous rows")
     for name, tensor in (("mix_grad", mix_grad), ("mix", mix)):
-        check(tensor.shape == (len(seen), len(gate)) and tensor.is_contiguous(), name, tensor, f"contiguous ({len(seen)}, {len(gate)})")
-    check(into is None or into.shape == seen.shape and into.stride(1) == 1, "into", into, f"{tuple(seen.shape)} with contiguous rows")
-    seen_grad = torch.empty(seen.shape, dtype=seen.dtype, device=seen.device) if into is None else into
-    gate_grad = torch.empty(blocks, *gate.shape, dtype=torch.float32, device=gate.device)              # each block's part
-    if len(seen):
-        value_mix_backward_kernel[blocks,](mix_grad, mix, seen, row, gate, seen_grad, row_grad, gate_grad, len(seen),
-                                           seen.stride(0), row.stride(0), seen_grad.stride(0), row_grad.stride(0),
-                                           ADD=into is not None, **form)
+        check(tensor.shape == (n, len(gate)) and tensor.is_contiguous(), name, tensor,
+              f"contiguous ({n}, {len(gate)})")
+    check(seen_grad is None or seen_grad.shape == seen.shape and seen_grad.stride(1) == 1,
+          "seen_grad", seen_grad, f"{tuple(seen.shape)} with contiguous rows")
+    add, blocks = seen_grad is not None, triton.cdiv(n, TOKENS)
+    if seen_grad is None:
+        seen_grad = torch.empty(seen.shape, dtype=seen.dtype, device=seen.device)
+    # Each block of tokens makes its part of the gate's gradient.
+    gate_grad = torch.empty(blocks, *gate.shape, dtype=torch.float32, device=gate.device)
+    if n:
+        strides = tuple(x.stride(0) for x in (seen, rows, seen_grad, rows_grad))
+        value_mix_backward_kernel[blocks,](
+            mix_grad, mix, seen, rows, gate, seen_grad, rows_grad, gate_grad, n, strides,
+            ADD=add, **compiled_for)
     return seen_grad, gate_grad.sum(0)
+
+
+def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    """The mix, and its gradients where no others stand yet."""
+    def inputs(n: int, heads: int, channels: int, width: int) -> tuple:
+        seen = torch.randn(n, 2 * channels, device=device).to(dtype)[:, channels:]
+        rows = torch.randn(n, width, device=device).to(dtype)
+        gate, mix_grad = torch.randn(heads, 2 * channels, device=device), torch.randn(n, heads, device=device)
+        return seen, rows, gate, mix_grad
+
+    def kernel(seen: Tensor, rows: Tensor, gate: Tensor, mix_grad: Tensor) -> tuple[Tensor, ...]:
+        mix, rows_grad = value_mix(seen, rows, gate), torch.zeros_like(rows)
+        return mix, *value_mix_backward(mix_grad, mix, seen, rows, gate, rows_grad), rows_grad
+
+    def reference(seen: Tensor, rows: Tensor, gate: Tensor, mix_grad: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (seen, rows, gate)]
+        mix = value_mix_reference(*leaves)
+        seen_grad, rows_grad, gate_grad = torch.autograd.grad(mix, leaves, mix_grad.to(mix))
+        return mix.detach(), seen_grad, gate_grad, rows_grad
+
+    shapes = [(49152, 6, 6, 768)] if size == "real" else [(1, 1, 1, 3), (300, 3, 6, 18), (128, 6, 8, 24)]
+    for n, heads, channels, width in shapes:
+        yield Example(
+            "gate of value rows, both ways", f"{n} × {heads}, 2 × {channels} channels",
+            lambda shape=(n, heads, channels, width): inputs(*shape), kernel, reference,
+            bytes=n * (8.0 * heads + 10.0 * channels + 4.0 * width), slack=1e-7)
