@@ -1,4 +1,4 @@
-"""Triton, or a stand-in where it is not installed, so that the plain twins can be imported everywhere; and what several files need."""
+"""Triton, or a stand-in where it is not installed, so that references can be imported everywhere."""
 
 from types import SimpleNamespace
 
@@ -9,18 +9,19 @@ try:
     import triton.language as tl
 except ImportError:  # torch builds for CPUs come without Triton
     def _missing(*_args, **_kwargs):
-        raise ModuleNotFoundError("this kernel needs Triton (pip install triton); its plain twin, …_reference, not")
+        raise ModuleNotFoundError(
+            "this kernel needs Triton (pip install triton); its plain PyTorch form, …_reference, does not")
 
     triton = SimpleNamespace(jit=lambda function: function, cdiv=_missing)
     tl = SimpleNamespace(constexpr=None)
 
 
-# What F.rms_norm adds to the mean square, for every dtype up to float32: it computes in float32.
+# What F.rms_norm adds to the mean square for every dtype up to float32, because it computes in float32.
 EPS = torch.finfo(torch.float32).eps
 
 
 def check(condition: bool, name: str, tensor: torch.Tensor, wanted: str) -> None:
     """Raise a ValueError that says what the kernel wants and what it was given."""
     if not condition:
-        raise ValueError(f"{name} must be {wanted}, but has shape {tuple(tensor.shape)}, strides {tensor.stride()}, "
-                         f"dtype {tensor.dtype} on {tensor.device}")
+        raise ValueError(f"{name} must be {wanted}, but has shape {tuple(tensor.shape)}, "
+                         f"strides {tensor.stride()}, dtype {tensor.dtype} on {tensor.device}")

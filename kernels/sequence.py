@@ -4,6 +4,9 @@ from torch import Tensor
 
 
 def previous(x: Tensor, is_start: Tensor) -> Tensor:
-    """Each token's predecessor's row (n, ...); zero where a sequence starts, so that nothing crosses a document."""
+    """The row of the token before each token, like x (n, ...); zero where a sequence starts.
+
+    is_start (n,) bool. The first row has no predecessor: what it gets is only defined if is_start[0] is true.
+    """
     shifted = torch.cat([x[:1], x[:-1]])
     return shifted.masked_fill(is_start.view(-1, *[1] * (x.dim() - 1)), 0)

@@ -1,4 +1,4 @@
-"""CUDA streams beside the current one, by name."""
+"""CUDA streams by name, and a block of code on one of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,16 +9,20 @@ import torch
 
 @cache
 def side_stream(name: str) -> torch.cuda.Stream:
-    """The process's stream of that name.
+    """The process's stream of that name, made once and never again.
 
-    Made once: torch deals out 32 in turn, and a later run's new one could be that which records graphs, beside which nothing runs.
+    torch has a pool of 32 streams and hands them out in turn. A later run in the same process that asked for
+    new ones could get the stream on which CUDA graphs are recorded, and nothing runs beside that.
     """
     return torch.cuda.Stream()
 
 
 @contextmanager
 def beside(stream: torch.cuda.Stream | None, behind: torch.cuda.Stream | None = None) -> Iterator[None]:
-    """What is launched inside runs on that stream, behind all that `behind`, or else the current one, was given; None: on the current one."""
+    """Run the block on `stream`, after everything already queued on `behind` (default: the current stream).
+
+    With None, run on the current stream.
+    """
     if stream is None:
         yield
         return

@@ -1,0 +1,27 @@
+"""From token ids to the rows that enter the first layer, and every other look-up in a table of rows.
+
+In reading order: - `rows.py`: `lookup`, rows of a table by their numbers, and the order of these numbers that
+its gradient needs. - `row_sums.py`: that gradient. It sums what belongs to the same row and adds it to the
+rows that were read alone. - `smearing.py`: `smear`, which gives each token's embedding a gated share of the
+one before it.
+
+The token embedding, the head's rows of a sampled softmax, the value embeddings and the n-gram table
+(`kernels/ngrams`) are all read by `lookup`.
+"""
+from kernels.embedding.row_sums import add_rows, add_rows_reference
+from kernels.embedding.rows import (
+    RowOrder,
+    already_sorted,
+    lookup,
+    lookup_reference,
+    sort_beside,
+    sort_rows,
+    take_rows,
+    unsorted,
+)
+from kernels.embedding.smearing import smear, smear_reference
+
+__all__ = [
+    "RowOrder", "add_rows", "add_rows_reference", "already_sorted", "lookup", "lookup_reference", "smear",
+    "smear_reference", "sort_beside", "sort_rows", "take_rows", "unsorted",
+]

@@ -1,19 +1,17 @@
-"""out[i] = table[index[i]]; backward: table.grad[r] += Σ over i with index[i] = r of grad[i], touching only those rows.
+"""out[i] = table[index[i]], with a gradient that touches only the rows that were read.
 
-PyTorch makes a dense gradient, as long as the table and mostly zeros, and adds it to `.grad`: for a table of 377,280 × 768 that
-moves 4.6 GB a micro-batch to add 75 MB. Here positions are sorted by row once for all tables that share an index; equal rows,
-now side by side, are summed in float32 and added to their row in one piece, in a fixed order, so repeated runs are bit-equal,
-which atomics are not. One H200, 49,152 Zipf-like positions of 50,304 × 768, with the sort: 122 µs, PyTorch's compiled dense
-gradient 203 µs; of 377,280 rows 125 and 869 µs (README.md). A first kernel walked each run of equal rows alone: 642 µs.
+PyTorch makes a dense gradient, as long as the table and mostly zeros, and adds it to `.grad`: for a table of
+377,280 × 768 that moves 4.6 GB a micro-batch to add 75 MB. Here the positions are sorted by row, once for all
+tables that share an index, and `row_sums.py` adds their gradients to the rows that they read. One H200,
+49,152 positions of 50,304 × 768, with the sort: 122 µs, PyTorch's compiled dense gradient 203 µs; of 377,280
+rows 125 and 869 µs.
 
-Two launches. The first cuts the sorted positions into blocks and sums all runs of a block at once, as the product of the matrix
-of which positions share a row with the block's gradients. A run that lies in one block is then done. One that crosses blocks
-leaves a sum in each, as the block's head (it came in) or tail (it starts there and goes on), for the second launch to add up.
-
-Narrow rows are looked up by `take_rows`: PyTorch starts a block of threads for each, of which 32 fit on a multiprocessor however
-few numbers they move. For 262,144 rows of 64 or 384 bytes it takes 160 µs, as many as for 100 MB. Compiled it is as fast as this
-kernel (README.md), but compiled anew for every number of rows.
+Narrow rows are looked up by a kernel, `take_rows`. PyTorch starts a block of threads for each row, of which
+32 fit on a multiprocessor however few numbers they move: 160 µs for 262,144 rows, whether of 64 or of 384
+bytes.
 """
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,35 +19,39 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import check, tl, triton
-from kernels.gradients import gradient
+from kernels.embedding.row_sums import add_rows
+from kernels.example import Example
+from kernels.gradients import Gradient, gradient_of
 from kernels.ngrams.row_gradients import RowGradients, enlist
 from kernels.streams import beside, side_stream
 
-# (positions a block, columns, blocks that the second launch reads at a time, warps); the first is used: chosen for
-# whole lines of 128 bytes and for about 100 registers a thread on sm_90, so that four programs share a multiprocessor.
-CONFIGS = [(64, 64, 32, 4), (32, 128, 32, 4), (64, 128, 32, 8), (64, 128, 32, 4), (32, 64, 32, 4), (64, 32, 32, 4), (128, 32, 32, 4)]
-# (positions, columns, warps) of `take_rows`: the first is used, for up to 32 columns the second.
-TAKE_CONFIGS = [(64, 64, 4), (128, 32, 4), (32, 64, 2), (128, 64, 8), (32, 128, 4), (64, 32, 2)]
-NARROW = 256        # columns; of wider rows PyTorch's blocks have enough to do
+# (positions a program, columns a program, warps). The first is used; for up to 32 columns the second.
+CONFIGS = [(64, 64, 4), (128, 32, 4), (32, 64, 2), (128, 64, 8), (32, 128, 4), (64, 32, 2)]
+NARROW = 256  # columns; for wider rows PyTorch's blocks have enough to do
 
 
-class Sorted(NamedTuple):
-    """Row numbers of a table, and what the gradient walks: the same in ascending order, and the position of each."""
-    index: Tensor  # (n,) int32 or int64
-    rows: Tensor | None = None  # (n,) int32; None where only the twin, which needs no order, or no gradient follows
-    positions: Tensor | None = None  # (n,) int64
-    ready: torch.cuda.Event | None = None  # after which they are; None: now
+class RowOrder(NamedTuple):
+    """Row numbers to look up, and the same numbers in ascending order, which the gradient needs."""
+    index: Tensor  # (n,) int32 or int64, as they are looked up
+    rows: Tensor | None = None  # (n,) int32, ascending; None from `unsorted`
+    positions: Tensor | None = None  # (n,) int64: where in `index` each of `rows` stands
+    ready: torch.cuda.Event | None = None  # rows and positions are complete after it; None: they are already
 
 
-def sort_rows(index: Tensor) -> Sorted:
-    """In int32, so that the sort needs half the radix passes of int64; `add_rows` refuses tables for which that is too short."""
-    return Sorted(index, *torch.sort(index.int(), stable=True))
+def sort_rows(index: Tensor) -> RowOrder:
+    """The order of index (n,), sorted now.
+
+    The numbers are sorted as int32, which takes half as many radix passes as int64. `add_rows` refuses tables
+    that are too long for that.
+    """
+    return RowOrder(index, *torch.sort(index.int(), stable=True))
 
 
-def sort_beside(index: Tensor) -> Sorted:
-    """As `sort_rows`; on a GPU the dozen small kernels run beside what follows on the current stream: the backward pass alone waits.
+def sort_beside(index: Tensor) -> RowOrder:
+    """As `sort_rows`; on a GPU the sort's dozen small kernels run on a stream of their own.
 
-    They begin behind all that the current stream was given before, so they may write over what earlier sorts have left there.
+    Only the backward pass waits for them. They begin after everything that is queued on the current stream,
+    so they may write over the memory of earlier sorts.
     """
     if not index.is_cuda:
         return sort_rows(index)
@@ -60,26 +62,25 @@ def sort_beside(index: Tensor) -> Sorted:
     return order._replace(ready=ready)
 
 
-def embedding_reference(table: Tensor, order: Sorted) -> Tensor:
-    """Plain PyTorch twin of `embedding`."""
-    return F.embedding(order.index, table)
+def unsorted(index: Tensor) -> RowOrder:
+    """Only the index: for references, and where no gradient follows."""
+    return RowOrder(index)
 
 
-def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """Plain PyTorch twin of `add_rows`, in float32."""
-    wide = torch.promote_types(out.dtype, torch.float32)
-    sums = torch.zeros_like(out, dtype=wide).index_add_(0, rows.long(), grad[positions].to(wide))
-    return out.copy_(out.to(wide) + sums)
+def already_sorted(index: Tensor) -> RowOrder:
+    """The order of an index (n,) int32 that ascends without repeats, such as a sampled softmax's candidates."""
+    return RowOrder(index, index, torch.arange(len(index), device=index.device))
 
 
 @triton.jit
-def take_rows_kernel(out_ptr, table_ptr, index_ptr, n, width, table_row, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
+def take_rows_kernel(out_ptr, table_ptr, index_ptr, n, width, table_stride,
+                     POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
     column_tiles = tl.cdiv(width, COLUMNS)
     i = tl.program_id(0) // column_tiles * POSITIONS + tl.arange(0, POSITIONS)
     column = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     row = tl.load(index_ptr + i, mask=i < n, other=0).to(tl.int64)
     inside = (i < n)[:, None] & (column < width)
-    taken = tl.load(table_ptr + row[:, None] * table_row + column, mask=inside)
+    taken = tl.load(table_ptr + row[:, None] * table_stride + column, mask=inside)
     tl.store(out_ptr + i.to(tl.int64)[:, None] * width + column, taken, mask=inside)
 
 
@@ -88,99 +89,29 @@ def take_rows(
     index: Tensor,  # (n,) int32 or int64, contiguous; not checked to be rows of the table
     tuned: tuple[int, int, int] | None = None,
 ) -> Tensor:
-    """table[index], (n, width)."""
+    """table[index], (n, width).
+
+    torch.compile makes a kernel that is as fast (0.85 to 1.02 times this one's speed), but it specialises on
+    the number of rows and compiles again for every new one. This kernel is compiled once.
+    """
     check(table.ndim == 2 and table.stride(1) == 1, "table", table, "a matrix with contiguous rows")
-    check(index.ndim == 1 and index.is_contiguous() and not index.is_floating_point(), "index", index, "(n,) integers, contiguous")
+    check(index.ndim == 1 and index.is_contiguous() and not index.is_floating_point(), "index", index,
+          "(n,) integers, contiguous")
     (n,), width = index.shape, table.shape[1]
     out = torch.empty(n, width, dtype=table.dtype, device=table.device)
     if out.numel():
-        positions, columns, warps = tuned or TAKE_CONFIGS[1 if width <= 32 else 0]
+        positions, columns, warps = tuned or CONFIGS[1 if width <= 32 else 0]
         take_rows_kernel[triton.cdiv(n, positions) * triton.cdiv(width, columns),](
-            out, table, index, n, width, table.stride(0), POSITIONS=positions, COLUMNS=columns, num_warps=warps)
+            out, table, index, n, width, table.stride(0),
+            POSITIONS=positions, COLUMNS=columns, num_warps=warps)
     return out
 
 
-@triton.jit
-def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, edges_ptr, n, width, out_row, grad_row,
-                      POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):
-    column_tiles = tl.cdiv(width, COLUMNS)
-    block = tl.program_id(0) // column_tiles
-    column = tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    i = block * POSITIONS + tl.arange(0, POSITIONS)
-    row = tl.load(rows_ptr + i, mask=i < n, other=-1)
-    before = tl.load(rows_ptr + i - 1, mask=(0 < i) & (i < n), other=-1)
-    after = tl.load(rows_ptr + (block + 1) * POSITIONS, mask=(block + 1) * POSITIONS < n, other=-1)   # the next block's first
-    position = tl.load(positions_ptr + i, mask=i < n, other=0).to(tl.int64)
-    starts = (row != before) & (i < n)
-    head = (row == before) & (i % POSITIONS == 0) & (i < n)
-    tail = starts & (row == after)
-    whole = starts & (row != after)
+def list_rows(order: RowOrder, gradients: RowGradients) -> RowOrder:
+    """Give each row a place among the `gradients`; in the result `rows` are these places.
 
-    inside = column < width
-    at = out_ptr + row.to(tl.int64)[:, None] * out_row + column
-    grads = tl.load(grad_ptr + position[:, None] * grad_row + column, mask=(i < n)[:, None] & inside, other=0.0)
-    old = tl.load(at, mask=whole[:, None] & inside, other=0.0)
-    # Row i of the product is the sum of i's run. Each term is 1 or 0 times a gradient, so exact; 0 × inf is NaN, though, and a
-    # gradient that is not finite spoils the sums of its whole block.
-    sums = tl.dot((row[:, None] == row[None, :]).to(grads.dtype), grads, input_precision="ieee")
-    tl.store(at, (old.to(tl.float32) + sums).to(out_ptr.dtype.element_ty), mask=whole[:, None] & inside)
-    edge = edges_ptr + 2 * block.to(tl.int64) * width + tl.where(tail, width, 0)[:, None] + column
-    tl.store(edge, sums, mask=(head | tail)[:, None] & inside)
-
-
-@triton.jit
-def add_crossing_kernel(out_ptr, rows_ptr, edges_ptr, blocks, width, out_row,
-                        POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    # This program adds the run that starts in its block and goes on in the next, if one does.
-    block = tl.program_id(0).to(tl.int64)
-    next_rows = rows_ptr + (block + 1) * POSITIONS
-    before = tl.load(next_rows - POSITIONS - 1, mask=block > 0, other=-1)
-    row, after = tl.load(next_rows - 1), tl.load(next_rows)
-    if (row == after) & (row != before):
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = column < width
-        total = tl.load(edges_ptr + (2 * block + 1) * width + column, mask=inside, other=0.0)
-        count = CHUNK
-        while count == CHUNK:                                            # a full chunk may not be the last
-            ahead = block + 1 + tl.arange(0, CHUNK)
-            same = tl.load(rows_ptr + ahead * POSITIONS, mask=ahead < blocks, other=-1) == row
-            heads = edges_ptr + 2 * ahead[:, None] * width + column[None, :]
-            total += tl.sum(tl.load(heads, mask=same[:, None] & inside[None, :], other=0.0), axis=0)
-            count = tl.sum(same.to(tl.int32))
-            block += CHUNK
-        at = out_ptr + row.to(tl.int64) * out_row + column
-        tl.store(at, (tl.load(at, mask=inside, other=0.0).to(tl.float32) + total).to(out_ptr.dtype.element_ty), mask=inside)
-
-
-def add_rows(
-    out: Tensor,  # (rows, width), added to in place
-    grad: Tensor,  # (n, width) bf16, fp16 or float32
-    rows: Tensor,  # (n,) row numbers, equal ones side by side: from `sort_rows` or `enlist`
-    positions: Tensor,  # (n,) which row of `grad` belongs to each of them
-    tuned: tuple[int, int, int, int] = CONFIGS[0],
-) -> Tensor:
-    """out[rows[i]] += grad[positions[i]] for all i, summed in float32, rounded once a call; returns out."""
-    for name, tensor in (("out", out), ("grad", grad)):
-        check(tensor.ndim == 2 and tensor.stride(1) == 1, name, tensor, "a matrix with contiguous rows")
-        check(len(tensor) <= 2 ** 30, name, tensor, "of at most 2³⁰ rows")
-    check(grad.shape == (len(rows), out.shape[1]), "grad", grad, f"({len(rows)}, {out.shape[1]})")
-    check(grad.dtype in (torch.bfloat16, torch.float16, torch.float32), "grad", grad, "bf16, fp16 or float32")
-    check(positions.shape == rows.shape and rows.is_contiguous() and positions.is_contiguous(), "rows", rows, "as long as positions, contiguous")
-    if not grad.numel():
-        return out
-    n, width, (block, columns, chunk, warps) = len(rows), grad.shape[1], tuned
-    blocks, column_tiles = triton.cdiv(n, block), triton.cdiv(width, columns)
-    edges = torch.empty(blocks, 2, width, dtype=torch.float32, device=out.device)      # head and tail of each block, if it has them
-    add_blocks_kernel[blocks * column_tiles,](
-        out, grad, rows, positions, edges, n, width, out.stride(0), grad.stride(0), POSITIONS=block, COLUMNS=columns, num_warps=warps)
-    if blocks > 1:
-        add_crossing_kernel[blocks - 1, column_tiles](
-            out, rows, edges, blocks, width, out.stride(0), POSITIONS=block, COLUMNS=columns, CHUNK=chunk, num_warps=warps)
-    return out
-
-
-def enlist_beside(order: Sorted, gradients: RowGradients) -> Sorted:
-    """With places in `gradients` for rows; beside the current stream if that is where the sort is."""
+    It runs where the rows were sorted: on the stream of the sorts, or on the current one.
+    """
     with beside(side_stream("sorts") if order.ready else None):
         places = enlist(order.rows, gradients)
         if order.ready:
@@ -188,30 +119,67 @@ def enlist_beside(order: Sorted, gradients: RowGradients) -> Sorted:
     return order._replace(rows=places)
 
 
-class Embedding(torch.autograd.Function):
+class Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table: Tensor, order: Sorted) -> Tensor:
-        gradients = getattr(table, "row_gradients", None)
-        ctx.into = gradients.grads if gradients else None
-        if gradients and order.rows is not None:
-            order = enlist_beside(order, gradients)
-        ctx.table, ctx.order = table, order                              # the index as well: the sort may still be reading it
-        return take_rows(table, order.index) if table.shape[1] <= NARROW else embedding_reference(table, order)
+    def forward(ctx, table: Tensor, order: RowOrder, grad: Gradient | RowGradients | None) -> Tensor:
+        if isinstance(grad, RowGradients) and order.rows is not None:
+            order = list_rows(order, grad)
+        # The index is kept too, because the sort may still be reading it.
+        ctx.table, ctx.order, ctx.grad = table, order, grad
+        return take_rows(table, order.index) if table.shape[1] <= NARROW else F.embedding(order.index, table)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[None, ...]:
+    def backward(ctx, rows_grad: Tensor) -> tuple[None, ...]:
         _, rows, positions, ready = ctx.order
+        if rows is None:
+            raise ValueError("order must be from `sort_rows` or `sort_beside` for a gradient, not `unsorted`")
         if ready is not None:
             ready.wait()
-        add_rows(gradient(ctx.table) if ctx.into is None else ctx.into, grad, rows, positions)
-        return None, None
+        if isinstance(ctx.grad, RowGradients):
+            buffer = ctx.grad.grads
+        else:
+            buffer, accumulate = gradient_of(ctx.table) if ctx.grad is None else ctx.grad
+            if not accumulate:
+                buffer.zero_()
+        add_rows(buffer, rows_grad, rows, positions)
+        return None, None, None
 
 
-def embedding(table: Tensor, order: Sorted) -> Tensor:
-    """Rows (n, width) of `table` (rows, width), a leaf, by `sort_rows(index)`.
+def lookup(
+    table: Tensor,  # (rows, width) with contiguous rows, at most 2³⁰ of them
+    order: RowOrder,  # of (n,) row numbers
+    grad: Gradient | RowGradients | None = None,
+) -> Tensor:
+    """The rows (n, width) of the table that order.index names.
 
-    The gradient is added to `table.grad` by the backward pass itself: it is not among what `torch.autograd.grad` returns, and
-    hooks on the table do not see it. To a table that carries an attribute `row_gradients`, `no_gradients` at first, it is added
-    there: for tables so long that a gradient of all rows has no room, and for optimizers of the rows read alone (row_adam.py).
+    The backward pass adds the gradient to `grad` itself: torch.autograd.grad does not return it, and hooks on
+    the table do not see it. With None it is added to `table.grad`, and the table must be a leaf. With
+    `RowGradients`, for tables so long that a gradient of all rows has no room, the rows are listed first and
+    their gradient is added there (kernels/ngrams/row_gradients.py).
     """
-    return Embedding.apply(table, order)
+    check(grad is not None or table.is_leaf, "table", table,
+          "a leaf, or `grad` must say where its gradient goes")
+    return Lookup.apply(table, order, grad)
+
+
+def lookup_reference(table: Tensor, order: RowOrder, grad: Gradient | RowGradients | None = None) -> Tensor:
+    """Plain PyTorch form of `lookup`, whose gradient is dense and goes by autograd."""
+    return F.embedding(order.index, table)
+
+
+def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    """Rows of narrow tables, by random numbers."""
+    def inputs(n: int, rows: int, width: int) -> tuple[Tensor, Tensor]:
+        table = torch.randn(rows, width, device=device).to(dtype)
+        return table, torch.randint(rows, (n,), device=device)
+
+    if size == "real":
+        tables = (33554432, 32), (1572864, 192)
+        shapes = [(n, rows, width) for rows, width in tables for n in (65536, 196608)]
+    else:
+        shapes = [(1, 1, 1), (70, 300, 32), (200, 5, 70), (130, 9, 192), (65, 40, 256)]
+    for n, rows, width in shapes:
+        yield Example(
+            "rows of a narrow table", f"{n:,} of {rows:,} × {width}", partial(inputs, n, rows, width),
+            take_rows, lambda table, index: F.embedding(index, table), bytes=4.0 * n * width,
+            configs=tuple(CONFIGS))

@@ -1,4 +1,16 @@
-"""Rows of a table of which every rank holds some columns: each looks its columns up for all ranks' tokens, an all-to-all makes rows whole."""
+"""An all-to-all for a table whose columns are spread over the ranks: parts of rows become whole rows, and back.
+
+Each rank looks its columns up for the tokens of all ranks. Then every rank sends each other one its part of
+that one's rows:
+
+    rank 0 holds columns a, rank 1 columns b       rank 0's tokens need rows 0 and 1, rank 1's rows 2 and 3
+
+    rank 0 looks up    a0 a1 a2 a3                 rank 0 receives   a0 a1, b0 b1   =   rows a0b0, a1b1
+    rank 1 looks up    b0 b1 b2 b3                 rank 1 receives   a2 a3, b2 b3   =   rows a2b2, a3b3
+
+Gradients go the opposite way. So traffic grows with the rows that tokens read and not with the table, and
+nobody sums gradients over ranks.
+"""
 import torch
 from torch import Tensor
 
@@ -6,26 +18,31 @@ from kernels.ranks.collectives import Collectives, wait
 
 
 def in_words(x: Tensor) -> Tensor:
-    """x (n, c) as numbers of 16 bytes, where rows are of whole ones: the copies below are of words, of few and large ones if they can."""
+    """View x (n, c) as 16-byte words if its rows are a multiple of 16 bytes.
+
+    The transposing copies below then move fewer, larger elements. complex128 is torch's only 16-byte number.
+    """
     return x.view(torch.complex128) if x.shape[1] * x.element_size() % 16 == 0 else x
 
 
 def whole_rows(parts: Tensor, ranks: int) -> Tensor:
-    """Rows (n, ranks c) of their parts (ranks n, c), rank by rank."""
+    """Rows (n, ranks · c) from their parts (ranks · n, c), which come rank by rank."""
     return in_words(parts).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1).contiguous().view(parts.dtype)
 
 
 def parts_of_rows(rows: Tensor, ranks: int) -> Tensor:
-    """The reverse."""
-    parts = rows.unflatten(1, (ranks, -1)).flatten(0, 1)                 # (n ranks, c), where it lies
-    return in_words(parts).unflatten(0, (-1, ranks)).transpose(0, 1).flatten(0, 1).contiguous().view(rows.dtype)
+    """The opposite: parts (ranks · n, c) of rows (n, ranks · c)."""
+    parts = rows.unflatten(1, (ranks, -1)).flatten(0, 1)  # (n · ranks, c), without moving anything
+    parts = in_words(parts).unflatten(0, (-1, ranks)).transpose(0, 1).flatten(0, 1)
+    return parts.contiguous().view(rows.dtype)
 
 
 class ColumnExchange:
-    """Parts of rows to whole rows, and their gradients back: what all ranks' tokens read here, (size * n, width / size) in rank order, becomes
-    the rows of this rank's tokens, (n, width).
+    """One exchange of rows, with its gradient. It has two halves, so that other work runs while rows travel.
 
-    In two halves, `send` and `receive`, so that the wire is busy while what stands between them computes; backward likewise.
+    `send` starts the all-to-all and `receive` waits for it. Backward it is the other way round: the backward
+    pass of `receive` starts the all-to-all of the gradients, that of `send` waits for it. With one rank
+    nothing is sent.
     """
 
     def __init__(self, collectives: Collectives):
@@ -33,7 +50,8 @@ class ColumnExchange:
 
     def start(self, parts: Tensor) -> Tensor:
         arriving = torch.empty_like(parts)
-        self.under_way = self.collectives.all_to_all(arriving, parts), parts     # which must live until then
+        # What is sent must live until the collective has ended, so it is kept here too.
+        self.under_way = self.collectives.all_to_all(arriving, parts), parts
         return arriving
 
     def finish(self) -> None:
@@ -41,10 +59,13 @@ class ColumnExchange:
         self.under_way = ()
 
     def send(self, parts: Tensor) -> None:
+        """parts (ranks · n, c): this rank's columns of the rows that all ranks' tokens read, in rank order."""
         self.sent = SendColumns.apply(parts, self) if self.collectives.size > 1 else parts
 
     def receive(self) -> Tensor:
-        sent, self.sent = self.sent, None                                # or its graph, which holds this, would never be freed
+        """The whole rows (n, ranks · c) of this rank's tokens."""
+        # Drop the reference: its graph refers to this object, and a circle would never be freed in time.
+        sent, self.sent = self.sent, None
         return ReceiveColumns.apply(sent, self) if self.collectives.size > 1 else sent
 
 
@@ -69,4 +90,5 @@ class ReceiveColumns(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.start(parts_of_rows(grad, ctx.exchange.collectives.size)), None
+        exchange = ctx.exchange
+        return exchange.start(parts_of_rows(grad, exchange.collectives.size)), None

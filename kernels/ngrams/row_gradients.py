@@ -1,36 +1,46 @@
-"""grads[place[r]] = the gradient of row r, of a table so long that a gradient of all rows has no room.
+"""grads[place[r]] = the gradient of row r, for a table so long that a gradient of all rows has no room.
 
-A step reads some hundred thousand rows of a table of up to 2³⁰. Whoever is about to add to rows of its gradient lists them (`enlist`): each
-gets a place among as many rows of gradients as two steps can read, and keeps it until an update has taken it (row_adam.py). The list costs
-the table 4 bytes a row, its gradient would cost 2 a number. Places are dealt out by an atomic counter: which row gets which
-hangs on timing, what is added to it does not.
+A step reads some hundred thousand rows of a table of up to 2³⁰. Before a backward pass adds to rows of its
+gradient, they are listed (`enlist`): each gets a place among as many rows of gradients as can be read between
+two updates, and keeps it until an update has taken its gradient (kernels/optimizer/sparse_adam.py):
+
+    place   0 0 2 0 0 1 0 3 …     one int32 a row of the table; 0: no gradient
+    rows      5 2 7               the rows with a gradient, k = 1, 2, 3
+    grads     g g g               their gradients
+
+The list costs the table 4 bytes a row. A dense gradient would cost 2 bytes for each of a row's numbers, 64
+bytes for the 32 columns that each of four GPUs holds, and a pass over the whole table at every update. An
+atomic counter hands out places: which row gets which depends on timing, the gradient there does not.
 """
+from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.backend import check, tl, triton
+from kernels.example import Example
 
 
 class RowGradients(NamedTuple):
-    """The gradient of a table most of whose rows have none: of the rows that were read alone, each once, in any order."""
-    grads: Tensor  # (capacity + 1, width): [k] of the k-th row listed, all zero where there is none; [0] of rows without room, never read
+    """The gradient of a table most of whose rows have none: of the listed rows, each once, in any order."""
+    grads: Tensor  # (capacity + 1, width): [k] of the k-th row listed; [0] of those without room
     rows: Tensor  # (capacity + 1,) int32: the k-th row listed, k = 1 ... count
-    count: Tensor  # (1,) int32; more than the capacity if it did not do
-    place: Tensor  # (rows of the table,) int32: k of each row; 0 of those without a gradient
+    count: Tensor  # (1,) int32: how many rows are listed; more than the capacity if that was too small
+    place: Tensor  # (rows of the table,) int32: k of each row; 0 for rows without a gradient
 
 
 def no_gradients(table: Tensor, capacity: int) -> RowGradients:
-    """None of the table's rows (rows, width) has one yet; there is room for so many."""
+    """An empty list for a table (rows, width), with room for `capacity` rows."""
     capacity = min(capacity, len(table))
     sizes = (capacity + 1, torch.int32), (1, torch.int32), (len(table), torch.int32)
-    return RowGradients(table.new_zeros(capacity + 1, table.shape[1]),
-                        *(torch.zeros(size, dtype=dtype, device=table.device) for size, dtype in sizes))
+    numbers = (torch.zeros(size, dtype=dtype, device=table.device) for size, dtype in sizes)
+    return RowGradients(table.new_zeros(capacity + 1, table.shape[1]), *numbers)
 
 
 def enlist_reference(rows: Tensor, gradients: RowGradients) -> Tensor:
-    """Plain PyTorch twin of `enlist`."""
+    """Plain PyTorch form of `enlist`."""
     (_, listed, count, place), new = gradients, rows.unique()
     new = new[place[new.long()] == 0]
     k = count + torch.arange(1, len(new) + 1, device=rows.device)
@@ -45,7 +55,7 @@ def enlist_kernel(rows_ptr, listed_ptr, count_ptr, place_ptr, n, capacity, POSIT
     i = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     row = tl.load(rows_ptr + i, mask=i < n, other=-1)
     before = tl.load(rows_ptr + i - 1, mask=(0 < i) & (i < n), other=-1)
-    new = (row != before) & (i < n)                                      # each run starts in one program
+    new = (row != before) & (i < n)  # the first of a run of equal rows, which one program alone has
     new = new & (tl.load(place_ptr + row, mask=new, other=1) == 0)
     number = tl.cumsum(new.to(tl.int32), 0)
     k = tl.atomic_add(count_ptr, tl.max(number, axis=0)) + number
@@ -55,12 +65,30 @@ def enlist_kernel(rows_ptr, listed_ptr, count_ptr, place_ptr, n, capacity, POSIT
 
 
 def enlist(
-    rows: Tensor,  # (n,) int32 rows of the table, equal ones side by side, contiguous; not checked to be rows of it
-    gradients: RowGradients,  # joined by these rows, while there is room
+    rows: Tensor,  # (n,) int32 rows of the table, contiguous, equal ones side by side; not checked to be rows
+    gradients: RowGradients,  # these rows join it, while there is room
 ) -> Tensor:
-    """Where in `gradients.grads` each of these rows has its gradient, (n,) int32."""
-    check(rows.ndim == 1 and rows.is_contiguous() and rows.dtype == torch.int32, "rows", rows, "(n,) int32, contiguous")
+    """Where in `gradients.grads` each of these rows has its gradient, (n,) int32; 0 if there was no room."""
+    check(rows.ndim == 1 and rows.is_contiguous() and rows.dtype == torch.int32, "rows", rows,
+          "(n,) int32, contiguous")
     _, listed, count, place = gradients
     if len(rows):
-        enlist_kernel[triton.cdiv(len(rows), 1024),](rows, listed, count, place, len(rows), len(listed) - 1, POSITIONS=1024)
+        enlist_kernel[triton.cdiv(len(rows), 1024),](
+            rows, listed, count, place, len(rows), len(listed) - 1, POSITIONS=1024)
     return place.index_select(0, rows)
+
+
+def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    """List rows, then read back which row stands at each place: a result that does not depend on timing."""
+    def inputs(n: int, rows: int, width: int) -> tuple:
+        read = torch.randint(rows, (n,), device=device, dtype=torch.int32).sort().values
+        return read, no_gradients(torch.empty(rows, width, device=device, dtype=dtype), n)
+
+    def listed(function, read: Tensor, gradients: RowGradients) -> Tensor:
+        return gradients.rows[function(read, gradients).long()]
+
+    shapes = [(262144, 33554432, 32)] if size == "real" else [(1, 1, 1), (70, 300, 32), (3000, 900, 3)]
+    for n, rows, width in shapes:
+        yield Example(
+            "list the rows that have a gradient", f"{n:,} of {rows:,}", partial(inputs, n, rows, width),
+            partial(listed, enlist), partial(listed, enlist_reference), bytes=16.0 * n, compile=False)

@@ -1,0 +1,9 @@
+"""The ranks of a run, and what they send to each other. One rank alone sends nothing. In reading order:
+
+- `world.py`: this process's rank and device.
+- `collectives.py`: `Collectives` by torch.distributed, and `PeerCopies`, the same by the GPUs' copy engines.
+- `timetable.py`: which collective of a step starts where.
+"""
+from kernels.ranks.collectives import Collectives, PeerCopies, Work, can_copy, wait
+
+__all__ = ["Collectives", "PeerCopies", "Work", "can_copy", "wait"]

@@ -1,0 +1,175 @@
+"""Σ over tokens of CE(softcap(x Wᵀ), targets): head and loss in one; forward makes the logits' gradient too.
+
+The logits are read twice and their gradient is written once, in FP8 with its transpose, or in bf16 over the
+logits. Separate operations keep the logits for the backward pass, write a bf16 gradient, quantise it and
+transpose it. One H200, 49,152 tokens × 768 × 50,304, both ways in FP8, three targets: 13.7 ms, the reference
+compiled 18.1 ms.
+
+In training W may be a sample of the head's rows, the candidates, with weights that keep the mean of Σ e^s
+what it is over the whole vocabulary (`among_candidates`). This is importance sampling (Jean et al., arXiv
+1412.2007), in the public speedrun since modded-nanogpt #360 (@devenpzak). Each token may have several
+targets: the next one, two and three tokens (Gloeckle et al., arXiv 2404.19737; this form: @varunneal, #178).
+An FP8 head is @YouJiacheng's.
+"""
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.example import Example
+from kernels.fp8.matmul import (
+    HEAD_GRADIENT_SCALE,
+    HEAD_INPUT_SCALE,
+    HEAD_WEIGHT_SCALE,
+    fp8_linear,
+    fp8_matmul,
+)
+from kernels.fp8.quantize import quantize
+from kernels.gradients import Gradient
+from kernels.loss.cross_entropy import CAP, SHIFT, WIDTH, cross_entropy
+
+
+def later_targets(targets: Tensor, is_start: Tensor, count: int) -> list[Tensor]:
+    """The targets 1 ... count tokens ahead, each (n,); -1 beyond the sequence's own last target."""
+    next_starts = torch.cat([is_start[1:], torch.ones_like(is_start[:1])])
+    all_targets = [targets]
+    for _ in range(count - 1):
+        targets = torch.cat([targets[1:], targets[:1]]).masked_fill(next_starts, -1)
+        all_targets.append(targets)
+    return all_targets
+
+
+def among_candidates(targets: Tensor, candidates: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Where in `candidates` each target stands, (n,) int32, and the weight of each candidate, (c,) float32.
+
+    `candidates` (c,), ascending, int32 like targets (n,), holds all T tokens that are targets, and c − T of
+    the others, drawn uniformly. Each of those stands for (V − T) / (c − T) tokens of the vocabulary V, so
+    that the mean of Σ e^s over candidates is Σ e^s over all tokens. A target of -1, which is not scored,
+    stays -1.
+    """
+    places = torch.searchsorted(candidates, targets, out_int32=True).masked_fill(targets < 0, -1)
+    # The places -1 fill one more entry, which is cut off.
+    is_target = torch.zeros(len(candidates) + 1, dtype=torch.bool, device=candidates.device)
+    is_target = is_target.index_fill_(0, places.long(), True)[:-1]
+    count = is_target.sum()
+    times = (vocabulary - count) / (len(candidates) - count)
+    return places, times.expand(len(candidates)).masked_fill(is_target, 1.0)
+
+
+def head_loss_reference(
+    x: Tensor, head: Tensor, targets: Tensor, is_start: Tensor, weights: Tensor, fp8: bool,
+    candidate_weights: Tensor | None = None, grad: Gradient | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch form of `head_loss`. Softcapped logits lie in (0, 23), so Σ e^s needs no maximum."""
+    logits = fp8_linear(x, head) if fp8 else F.linear(x, head)
+    logits = CAP * torch.sigmoid((logits.float() + SHIFT) / WIDTH)
+    exponentials = logits.exp() if candidate_weights is None else logits.exp() * candidate_weights
+    log_normaliser = exponentials.sum(-1).log()
+    # A comparison fuses with its neighbours when compiled. The gradient of a gather does not.
+    tokens = torch.arange(len(head), device=x.device)
+    losses = []
+    for wanted in later_targets(targets, is_start, len(weights)):
+        picked = torch.where(wanted[:, None] == tokens, logits, 0).sum(-1)
+        losses.append((log_normaliser - picked).masked_fill(wanted < 0, 0).sum())
+    return sum(weight * loss for weight, loss in zip(weights, losses)), losses[0]
+
+
+def deliver(made: Tensor, grad: Gradient | None) -> Tensor | None:
+    """The gradient itself for autograd, or None after it has gone where `grad` says."""
+    if grad is None:
+        return made
+    grad.buffer.add_(made) if grad.accumulate else grad.buffer.copy_(made)
+    return None
+
+
+class HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, fp8: bool,
+                candidate_weights: Tensor | None, grad: Gradient | None) -> tuple[Tensor, Tensor]:
+        ctx.fp8, ctx.grad, wanted = fp8, grad, any(ctx.needs_input_grad)
+        logits_grad = transposed = scale = None
+        if fp8:
+            scales = HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE
+            scales = [torch.full((), s, device=x.device) for s in scales]
+            (x8, x8_transposed), (head8, head8_transposed) = quantize(x, scales[0]), quantize(head, scales[1])
+            logits = fp8_matmul(x8, head8.T, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, fast=True)
+            if wanted:
+                scale, logits_grad = scales[2], torch.empty_like(logits, dtype=torch.float8_e5m2)
+                transposed = torch.empty(logits.shape[::-1], dtype=logits_grad.dtype, device=x.device)
+                ctx.save_for_backward(logits_grad, transposed, x8_transposed, head8_transposed)
+        else:
+            logits = F.linear(x, head)
+            if wanted:
+                logits_grad = logits  # in place: the logits are not needed again
+                ctx.save_for_backward(logits_grad, x, head)
+        losses = cross_entropy(logits, targets, weights, logits_grad, transposed, scale, candidate_weights)
+        losses = losses.sum(0)
+        ctx.mark_non_differentiable(losses)
+        return (losses * weights).sum(), losses
+
+    @staticmethod
+    def backward(ctx, outer: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        if not ctx.fp8:
+            logits_grad, x, head = ctx.saved_tensors
+            x_grad = logits_grad @ head * outer
+            return x_grad, deliver(logits_grad.T @ x * outer, ctx.grad), *[None] * 5
+        logits_grad, transposed, x8_transposed, head8_transposed = ctx.saved_tensors
+        scale, grad = outer * HEAD_GRADIENT_SCALE, ctx.grad
+        x_grad = fp8_matmul(logits_grad, head8_transposed.T, scale, HEAD_WEIGHT_SCALE, fast=False)
+        over = None if grad is None or grad.accumulate else grad.buffer  # the matmul may write there itself
+        head_grad = fp8_matmul(transposed, x8_transposed.T, scale, HEAD_INPUT_SCALE, fast=False, out=over)
+        return x_grad, deliver(head_grad, grad) if over is None else None, *[None] * 5
+
+
+def head_loss(
+    x: Tensor,  # (n, width): what the head sees; in FP8 normed, and n, width and vocabulary multiples of 16
+    head: Tensor,  # (vocabulary, width), or the rows of the candidates
+    targets: Tensor,  # (n,) int32: each token's next token, as a row of `head`; -1 is not scored
+    is_start: Tensor,  # (n,) bool: a sequence starts here
+    weights: Tensor,  # (k,) float32: loss weights of the next 1 ... k tokens
+    fp8: bool,  # all three matmuls in FP8, with constant scales (kernels/fp8/matmul.py)
+    candidate_weights: Tensor | None = None,  # (vocabulary,) float32, from `among_candidates`; None: all 1
+    grad: Gradient | None = None,  # where the head's gradient goes; None: autograd gets it
+) -> tuple[Tensor, Tensor]:
+    """The multi-token training loss and the next-token loss, each summed over tokens (0-dim float32, nats).
+
+    No gradient flows from the next-token loss.
+    """
+    all_targets = torch.stack(later_targets(targets, is_start, len(weights)), dim=1)
+    total, losses = HeadLoss.apply(x, head, all_targets, weights, fp8, candidate_weights, grad)
+    return total, losses[0]
+
+
+def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    """Gradients of x and head, in FP8, of all tokens and of a sample whose first half are the targets."""
+    def inputs(tokens: int, width: int, vocabulary: int, sampled: bool) -> tuple:
+        seen = vocabulary // 2 if sampled else vocabulary
+        x, head = (torch.randn(rows, width, device=device).to(dtype) for rows in (tokens, vocabulary))
+        targets = torch.randint(seen, (tokens,), device=device, dtype=torch.int32)
+        is_start = torch.arange(tokens, device=device) % (512 if size == "real" else 7) == 0
+        weights = torch.tensor([1.0, 0.5, 0.25], device=device)
+        counts = torch.where(torch.arange(vocabulary, device=device) < seen, 1.0, 4.0) if sampled else None
+        return F.rms_norm(x, (width,)), head * 0.02, targets, is_start, weights, True, counts
+
+    def gradients(function: Callable) -> Callable:
+        def run(x: Tensor, head: Tensor, *rest) -> tuple[Tensor, ...]:
+            x, head = (leaf.detach().requires_grad_() for leaf in (x, head))
+            return torch.autograd.grad(function(x, head, *rest)[0], (x, head))
+        return run
+
+    def exact(*tensors) -> tuple[Tensor, ...]:
+        return gradients(head_loss_reference)(*tensors[:5], False, tensors[6])
+
+    if size == "real":
+        shapes = [(16384, 768, 50304, False), (49152, 768, 50304, False), (49152, 768, 16384, True)]
+    else:
+        shapes = [(48, 32, 320, False), (48, 32, 320, True)]
+    for tokens, width, vocabulary, sampled in shapes:
+        yield Example(
+            f"head and loss{' of a sample' * sampled}, both ways, FP8, 3 targets",
+            f"{tokens:,} × {width} × {vocabulary:,}", partial(inputs, tokens, width, vocabulary, sampled),
+            head_loss, head_loss_reference, 6.0 * tokens * width * vocabulary,
+            tokens * vocabulary * (2.0 * 3 + 1.0 * 4), rate=2, wrap=gradients, exact=exact,
+            check_inputs=partial(inputs, min(tokens, 1024), width, vocabulary, sampled))

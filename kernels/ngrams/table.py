@@ -1,0 +1,148 @@
+"""The model's table of n-grams: which rows a token reads, and how they get to the token's rank.
+
+Each token reads one row for its last 2 tokens, one for its last 3, and so on. Row k is added to the value of
+attention head k, times a learned scale for each layer. README.md explains why, and what it costs.
+"""
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kernels.gradients import gradient_of
+from kernels.ngrams.exchange import ColumnExchange, whole_rows
+from kernels.ngrams.row_gradients import RowGradients, no_gradients
+from kernels.ngrams.shared_gradient import NGramValues
+from kernels.ranks.collectives import Collectives
+from kernels.sequence import previous
+
+# The factors of a token and of those before it. They are odd: a product with an odd number loses none of 64
+# bits.
+HASH = 998_244_353, 1_000_003, 2_654_435_761, 3_266_489_917, 668_265_263, 374_761_393
+PART = 2 ** 20  # rows that `whole_table` gathers at a time
+
+
+def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
+    """Row numbers of the n-grams that end at each token, hashed into `count` rows, token by token.
+
+    tokens (n,) integers, is_start (n,) bool; the result is (n · len(lengths),) int32. Tokens count from 1,
+    and what lies before the start of a sequence is 0.
+    """
+    token, index, found = tokens.long() + 1, 0, []
+    for factor in HASH[:max(lengths)]:
+        index = token * factor ^ index  # of one more token
+        found.append(index)
+        token = previous(token, is_start)
+    return torch.stack([found[length - 1] % count for length in lengths], 1).flatten().int()
+
+
+def table_row_bytes(head_dim: int, block: int, ranks: int) -> int:
+    """What a row costs each GPU: weights, mean squares, number of its last update, place of its gradient."""
+    columns = head_dim // ranks
+    return 2 * columns + 4 * (columns // block) + 4 + 4
+
+
+class TableState(NamedTuple):
+    """The table, its gradient, and the optimizer's state: the first arguments of `row_adam`."""
+    weight: Tensor  # (rows, columns)
+    gradients: RowGradients | Tensor  # of the listed rows, or (rows, columns)
+    second: Tensor  # (rows, columns / block) float32: mean squares of the gradient
+    last: Tensor  # (rows,) float32: the number of the update that last moved a row
+    steps: Tensor  # 0-dim float32: how many updates there were
+
+
+class InFlight:
+    """The n-gram rows of one micro-batch, on their way from the ranks that hold their columns."""
+
+    def __init__(self, exchange: ColumnExchange, heads: int, scales: Tensor | None, share: Callable):
+        self.exchange, self.heads, self.scales, self.share = exchange, heads, scales, share
+        self.by_layer: list[NGramValues] | None = None
+
+    def values(self, layer: int) -> NGramValues | None:
+        """What this layer adds to its first heads' values; None without a table.
+
+        The first call waits until the rows are here.
+        """
+        if self.scales is None:
+            return None
+        if self.by_layer is None:
+            rows = self.exchange.receive().unflatten(0, (-1, self.heads))  # (n, heads, head_dim)
+            self.by_layer = self.share(rows, self.scales)
+        return self.by_layer[layer]
+
+
+class NGrams(nn.Module):
+    """A hashed table with a row for the last 2, 3, … tokens (kernels/ngrams/README.md).
+
+    Attention needs several layers to see which short phrase a token ends. The table says so by one look-up,
+    at almost no time: its cost is memory. Every rank holds some columns of all rows.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], rows: int, head_dim: int, layers: int,
+                 collectives: Collectives, dtype: torch.dtype, device: torch.device):
+        super().__init__()
+        self.lengths, self.collectives = lengths if rows else (), collectives
+        self.table = self.scales = None
+        if self.lengths:
+            table = torch.empty(rows, head_dim // collectives.size, dtype=dtype, device=device)
+            self.table = nn.Parameter(table)  # this rank's columns
+            self.scales = nn.Parameter(torch.zeros(layers, len(self.lengths), device=device))
+        self.row_gradients: RowGradients | None = None  # where the table's gradient goes; None: to table.grad
+
+    @torch.no_grad()
+    def initialise(self) -> None:
+        """A row that nobody has read yet adds nothing."""
+        if self.lengths:
+            self.table.zero_()
+            self.scales.fill_(0.05)
+
+    def index(self, hash_rows: Callable, tokens: Tensor, is_start: Tensor) -> Tensor | None:
+        """The rows that all ranks' tokens read, in rank order; None without a table. All ranks must call.
+
+        `hash_rows`: `ngram_index` or its compiled form.
+        """
+        if not self.lengths:
+            return None
+        return self.collectives.all_gathered(hash_rows(tokens, is_start, self.lengths, len(self.table)))
+
+    def send(self, index: Tensor | None, lookup: Callable, sort: Callable, share: Callable) -> InFlight:
+        """Look this rank's columns of these rows up and start their way to the ranks that read them.
+
+        `lookup`, `sort`: `embedding.lookup` and what sorts for it, or the reference. `share`: `share_values`,
+        or its reference if the layers' kernels do not leave their gradients to it.
+        """
+        exchange = ColumnExchange(self.collectives)
+        if index is not None:
+            exchange.send(lookup(self.table, sort(index), self.row_gradients))
+        return InFlight(exchange, len(self.lengths), self.scales, share)
+
+    def optimizer_state(self, block: int, capacity: int | None) -> TableState:
+        """State for an optimizer by rows; neighbouring columns share a mean square, `block` of them.
+
+        From now on gradients go to a list with room for `capacity` rows; with None to a dense `table.grad`.
+        """
+        (rows, columns), device = self.table.shape, self.table.device
+        second, last = torch.zeros(rows, columns // block, device=device), torch.zeros(rows, device=device)
+        if capacity is not None:
+            self.row_gradients = no_gradients(self.table.data, capacity)
+        gradients = gradient_of(self.table).buffer if capacity is None else self.row_gradients
+        return TableState(self.table.data, gradients, second, last, torch.zeros((), device=device))
+
+    @torch.no_grad()
+    def whole_table(self) -> Tensor:
+        """All columns of the table, on rank 0's host; on other ranks an empty table. All ranks must call.
+
+        It is gathered in parts, because a GPU may have no room for all of it.
+        """
+        size, (rows, columns) = self.collectives.size, self.table.shape
+        here = size == 1 or dist.get_rank() == 0
+        whole = self.table.new_empty(rows if here else 0, columns * size, device="cpu")
+        for i in range(0, rows, PART):
+            part = whole_rows(self.collectives.all_gathered(self.table[i:i + PART]), size)
+            whole[i:i + PART].copy_(part[:len(whole)])
+        return whole
+
+    def numbers_elsewhere(self) -> int:
+        """How many numbers of the table the other ranks hold."""
+        return self.table.numel() * (self.collectives.size - 1) if self.lengths else 0
