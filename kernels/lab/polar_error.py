@@ -1,11 +1,15 @@
 """‖Q − UVᵀ‖ / ‖UVᵀ‖ and the singular values of Q = newton_schulz(X), for matrices harmless, hostile and real.
 
     python -m kernels.lab.polar_error [--real momentum.pt] [--size 768] [--out polar_error.json]
-    python -m kernels.lab.polar_error --draw polar_error.json        # kernels/figures/polar_error.svg, needs matplotlib
+    python -m kernels.lab.polar_error --draw polar_error.json        # kernels/lab/figures/polar_error.svg
 
-On a GPU it runs the kernel in bfloat16, elsewhere the plain twin in float32; the reference is the SVD of the very same
-matrix in float64 (where it has no full rank the partial isometry, whose null space is X's own). --real takes what kernels.lab.record_momentum
-saved; the interval of Polar Express that suits their spectra best is then fitted and set against the one in use.
+On a GPU this runs the kernel in bfloat16, elsewhere the plain form in float32. The truth is the SVD of the
+very same matrix in float64; if the matrix does not have full rank, it is the partial isometry whose null
+space is X's own. --real takes what kernels.lab.record_momentum saved. The interval of Polar Express that
+suits the spectra of these matrices best is then fitted and compared with the one in use.
+
+kernels/lab/polar_error.json is the run whose tables stand in kernels/README.md (`python -m kernels.bench
+--write`).
 """
 import argparse
 import json
@@ -17,24 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.optimizer.coefficients import (
-    Triple,
-    fit,
-    lower_end,
-    polar_error,
-    polar_express,
-    sample_matrices,
-)
-from kernels.optimizer.newton_schulz import (
-    SAFETY,
-    newton_schulz,
-    newton_schulz_reference,
-)
+from kernels.lab.triples import sample_matrices
+from kernels.optimizer.coefficients import Triple, fit, lower_end, polar_error, polar_express
+from kernels.optimizer.orthogonalize import SAFETY, newton_schulz, newton_schulz_reference
 
 FIGURE = Path(__file__).parent / "figures" / "polar_error.svg"
+RESULT = Path(__file__).parent / "polar_error.json"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NORMALISATIONS = {"plain": "frobenius", "AOL": "aol"}
-STEPS = range(2, 8)                                    # of the curves
+STEPS = range(2, 8)  # of the curves
 Method = tuple[tuple[Triple, ...], str]
 
 
@@ -44,7 +39,7 @@ def method(name: str, steps: int, lower: float | None = None) -> Method:
 
 
 def synthetic(m: int) -> dict[str, Tensor]:
-    """The spectra of kernels.optimizer.coefficients, and what a kernel may stumble over."""
+    """The spectra of kernels.lab.triples, and matrices that a kernel may stumble over."""
     matrices = {name: torch.from_numpy(x) for name, x in sample_matrices(m).items()}
     wide = matrices[f"Gaussian {m}×{4 * m}"]
     matrices |= {"Gaussian × 1e-8": wide * 1e-8, "Gaussian × 1e8": wide * 1e8,
@@ -54,19 +49,19 @@ def synthetic(m: int) -> dict[str, Tensor]:
 
 
 def real(path: str) -> dict[str, Tensor]:
-    """"step 100, Q 3" -> matrix, from a file of kernels.lab.record_momentum."""
+    """From a file of kernels.lab.record_momentum: "step 100, Q 3" -> matrix."""
     matrices = torch.load(path, weights_only=True)["matrices"]
     return {f"step {step}, {name}": x for name, steps in matrices.items() for step, x in steps.items()}
 
 
 def singular_values(x: Tensor) -> np.ndarray:
-    """Of a float64 matrix, from the eigenvalues of its smaller Gram matrix: exact to 1e-8 of the largest, and fast."""
+    """Of a float64 matrix, from its smaller Gram matrix: fast, and exact to 1e-8 of the largest."""
     gram = x @ x.mT if x.shape[0] <= x.shape[1] else x.mT @ x
     return torch.linalg.eigvalsh(gram).clamp(min=0).sqrt().cpu().numpy()
 
 
 def normalised(x: Tensor, name: str) -> Tensor:
-    """What Newton-Schulz starts from, in float64."""
+    """The matrix that Newton–Schulz starts from, in float64."""
     if name == "plain":
         return x / (SAFETY * x.norm()).clamp(min=1e-300)
     wide = x.mT if x.shape[0] > x.shape[1] else x
@@ -77,27 +72,35 @@ def normalised(x: Tensor, name: str) -> Tensor:
 
 def polar_factor(x: Tensor) -> Tensor:
     """U Vᵀ over the non-zero singular values of a float64 matrix."""
-    u, sigma, v = torch.linalg.svd(x, full_matrices=False, driver="gesvd" if x.is_cuda else None)        # Jacobi's leaves small ones inexact
+    driver = "gesvd" if x.is_cuda else None  # Jacobi's method leaves small singular values inexact.
+    u, sigma, v = torch.linalg.svd(x, full_matrices=False, driver=driver)
     kept = sigma > sigma.max() * max(x.shape) * torch.finfo(x.dtype).eps
     return u[:, kept] @ v[kept]
 
 
-def distance(x: Tensor, exact: Tensor, triples: tuple[Triple, ...], normalisation: str) -> tuple[float, Tensor]:
-    """The polar error of one orthogonalisation (for a zero matrix the norm of the result), and the result in float64."""
-    out = (newton_schulz if DEVICE == "cuda" else newton_schulz_reference)(x[None], triples, normalisation)[0].double()
+def distance(x: Tensor, exact: Tensor, triples: tuple[Triple, ...],
+             normalisation: str) -> tuple[float, Tensor]:
+    """The polar error of one orthogonalisation (of a zero matrix, its norm), and the result in float64."""
+    orthogonalise = newton_schulz if DEVICE == "cuda" else newton_schulz_reference
+    out = orthogonalise(x[None], triples, normalisation)[0].double()
     return ((out - exact).norm() / exact.norm().clamp(min=1e-300 if exact.any() else 1)).item(), out
 
 
-def measure(name: str, x: Tensor, methods: dict[str, Method]) -> dict:
-    """One row: the start, each method's error and range of singular values, and the error after so many steps."""
+def measure(name: str, x: Tensor, methods: dict[str, Method], spectra: dict[str, list[np.ndarray]]) -> dict:
+    """One row: the range of singular values at the start, each method's error and range, and errors by steps.
+
+    The singular values themselves are added to `spectra` where the matrix is one of training and not zero.
+    """
     x = x.to(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
     exact = polar_factor(x.double())
     row = {"matrix": name, "shape": list(x.shape), "rank": round(exact.square().sum().item()),
            "start": {}, "results": {}, "curves": {}}
     for kind in NORMALISATIONS:
         sigma = singular_values(normalised(x.double(), kind))
-        row["start"][kind] = [float(f"{s:.4g}") for s in sigma]
+        row["start"][kind] = [float(f"{s:.4g}") for s in (sigma.min(), sigma.max())]
         row["curves"][kind] = [[n, distance(x, exact, *method(kind, n))[0]] for n in STEPS]
+        if of_training(row):
+            spectra.setdefault(kind, []).append(sigma)
     for label, (triples, normalisation) in methods.items():
         error, out = distance(x, exact, triples, normalisation)
         sigma = singular_values(out)
@@ -105,35 +108,70 @@ def measure(name: str, x: Tensor, methods: dict[str, Method]) -> dict:
     return row
 
 
-def fitted(rows: list[dict], kind: str, steps: int) -> str:
-    """The interval that suits the spectra of these rows best after a normalisation, in words, against the one in use."""
-    spectra = [np.array(row["start"][kind]) for row in rows]
-    (lower, error), in_use = fit(spectra, steps), lower_end(NORMALISATIONS[kind], steps)
-    ours, used = ([polar_error(polar_express(steps, low), sigma) for sigma in spectra] for low in (lower, in_use))
-    return (f"{kind}, {steps} steps on {len(spectra)} real spectra: best lower {lower:.1e}, mean error of σ {error:.4f}; with "
-            f"{in_use:.1e} {np.mean(used):.4f}; nearer on {sum(a < b for a, b in zip(ours, used))} of {len(spectra)}")
+def of_training(row: dict) -> bool:
+    """Whether a row's matrix was recorded in training, and is not zero (MLP-in has no gradient at step 1)."""
+    return row["matrix"].startswith("step ") and row["rank"] > 0
+
+
+def mean_curves(rows: list[dict]) -> dict[str, list]:
+    """Normalisation -> [steps, mean error of the matrices of training]."""
+    rows = [row for row in rows if of_training(row)]
+    def mean(kind: str, i: int) -> float:
+        return float(np.mean([row["curves"][kind][i][1] for row in rows]))
+
+    return {kind: [[n, mean(kind, i)] for i, n in enumerate(STEPS)] for kind in NORMALISATIONS if rows}
+
+
+def fitted(spectra: list[np.ndarray], kind: str, steps: int) -> dict:
+    """The interval that suits these spectra best after a normalisation, and the one in use, with errors."""
+    (best, best_error), in_use = fit(spectra, steps), lower_end(NORMALISATIONS[kind], steps)
+    error = float(np.mean([polar_error(polar_express(steps, in_use), sigma) for sigma in spectra]))
+    return dict(method=f"{kind} {steps}", in_use=in_use, error=error, best=best, best_error=best_error)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows))
 
 
 def table(rows: list[dict]) -> str:
-    labels = list(rows[0]["results"])
-    lines = [f"| matrix | σ at the start: plain | AOL | {' | '.join(labels)} |", f"| --- {'| --- ' * (2 + len(labels))}|"]
+    """A line for each matrix."""
+    lines = []
     for row in rows:
-        starts = [f"{min(sigma):.0e} … {max(sigma):.2g}" for sigma in row["start"].values()]
-        found = [f"{r['error']:.3f} ({r['lowest']:.2g} … {r['highest']:.2f})" for r in row["results"].values()]
-        lines.append(f"| {' | '.join([row['matrix'], *starts, *found])} |")
-    return "\n".join(lines)
+        starts = [f"{low:.0e} … {high:.2g}" for low, high in row["start"].values()]
+        found = [f"{result['error']:.3f} ({result['lowest']:.2g} … {result['highest']:.2f})"
+                 for result in row["results"].values()]
+        lines.append([row["matrix"], *starts, *found])
+    return markdown(["matrix", "σ at the start: plain", "AOL", *rows[0]["results"]], lines)
+
+
+def tables(path: Path = RESULT) -> str:
+    """All tables of a run in Markdown, as kernels/README.md has them."""
+    report = json.loads(path.read_text())
+    parts = [f"One {report['machine']}, {report['dtype']}, {report['date']}.", table(report["rows"])]
+    if curves := report["mean_curves"]:
+        steps = [str(n) for n, _ in next(iter(curves.values()))]
+        means = [[kind, *(f"{error:.3f}" for _, error in curve)] for kind, curve in curves.items()]
+        parts += [f"Mean error of all {report['of_training']} matrices of training:",
+                  markdown(["steps", *steps], means)]
+    if report["fits"]:
+        fits = [[fit["method"], f"{fit['in_use']:.1e}", f"{fit['error']:.3f}", f"{fit['best']:.1e}",
+                 f"{fit['best_error']:.3f}"] for fit in report["fits"]]
+        parts += ["The lower end of Polar Express's interval, and the error of σ without the direction:",
+                  markdown(["", "in use", "error of σ", "best for these", "error of σ"], fits)]
+    return "\n\n".join(parts)
 
 
 def panels(rows: list[dict]) -> dict[str, list[dict]]:
-    """Title -> what is drawn together: each kind of synthetic matrix alone, real ones by kind, early and late in training."""
+    """Title -> rows drawn together: a synthetic matrix alone, real ones by kind, early or late."""
     groups: dict[str, list[dict]] = {}
     for row in rows:
         name = row["matrix"]
         title = "\n".join(name.rsplit(" ", 1))
         if name.startswith("step "):
             early = int(name.split()[1].strip(",")) <= 10
-            title = f"{'MLP' if 'MLP' in name else 'Q, K, V, O'} of training,\n{'first 10 steps' if early else 'later'}"
-        if row["rank"] == min(row["shape"]) and " × 1e" not in name:
+            kind, when = "MLP" if "MLP" in name else "Q, K, V, O", "first 10 steps" if early else "later"
+            title = f"{kind} of training,\n{when}"
+        if row["curves"] and row["rank"] == min(row["shape"]) and " × 1e" not in name:
             groups.setdefault(title, []).append(row)
     return groups
 
@@ -146,26 +184,18 @@ def draw(report: dict, path: Path) -> None:
     style = {"font.size": 9, "font.family": "sans-serif", "axes.titlesize": 9, "axes.spines.top": False,
              "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "kernels"}
     groups = panels(report["rows"])
+    if not groups:
+        sys.exit("kernels.lab.polar_error: this file has no curves; measure again")
     with plt.rc_context(style):
         high = -(-len(groups) // 5)
-        figure, axes = plt.subplots(high, 5, figsize=(10, 2.5 * high + 0.5), sharex=True, sharey=True, squeeze=False,
-                                    constrained_layout=True)
+        figure, axes = plt.subplots(high, 5, figsize=(10, 2.5 * high + 0.5), sharex=True, sharey=True,
+                                    squeeze=False, constrained_layout=True)
         for axis in axes.flat[len(groups):]:
             axis.set_visible(False)
         for axis, (title, rows) in zip(axes.flat, groups.items()):
-            for kind, color, marker in (("plain", "#0072B2", "o"), ("AOL", "#D55E00", "s")):
-                steps = [n for n, _ in rows[0]["curves"][kind]]
-                errors = np.array([[error for _, error in row["curves"][kind]] for row in rows])
-                ends = ", ".join(f"{lower:g}" for lower in sorted(set(report.get("lower", {}).get(kind, [])), reverse=True))
-                axis.plot(steps, errors.mean(0), color=color, marker=marker, markersize=3,
-                          label=f"{kind}, interval from {ends}" if ends else kind)    # older reports do not say
-                if len(rows) > 1:
-                    axis.fill_between(steps, errors.min(0), errors.max(0), color=color, alpha=0.2, linewidth=0)
-            axis.set(title=title if len(rows) == 1 else f"{title} ({len(rows)})", yscale="log", xticks=steps)
-            axis.set_yticks((0.01, 0.1, 1), ("0.01", "0.1", "1"))
-            axis.minorticks_off()
-            axis.grid(alpha=0.25)
-        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+            draw_panel(axis, title if len(rows) == 1 else f"{title} ({len(rows)})", rows, report["lower"])
+        handles = axes[0, 0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)
         for axis in axes[-1]:
             axis.set_xlabel("steps")
         figure.supylabel("relative distance to the polar factor", fontsize=9)
@@ -175,28 +205,44 @@ def draw(report: dict, path: Path) -> None:
     print(f"drew {path}")
 
 
+def draw_panel(axis, title: str, rows: list[dict], lower: dict[str, list[float]]) -> None:
+    for kind, color, marker in (("plain", "#0072B2", "o"), ("AOL", "#D55E00", "s")):
+        steps = [n for n, _ in rows[0]["curves"][kind]]
+        errors = np.array([[error for _, error in row["curves"][kind]] for row in rows])
+        ends = ", ".join(f"{end:g}" for end in sorted(set(lower[kind]), reverse=True))
+        axis.plot(steps, errors.mean(0), color=color, marker=marker, markersize=3,
+                  label=f"{kind}, interval from {ends}")
+        if len(rows) > 1:
+            axis.fill_between(steps, errors.min(0), errors.max(0), color=color, alpha=0.2, linewidth=0)
+    axis.set(title=title, yscale="log", xticks=steps)
+    axis.set_yticks((0.01, 0.1, 1), ("0.01", "0.1", "1"))
+    axis.minorticks_off()
+    axis.grid(alpha=0.25)
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser("python -m kernels.lab.polar_error", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", help="a file of kernels.lab.record_momentum")
     parser.add_argument("--size", type=int, default=768, help="rows of the synthetic matrices")
-    parser.add_argument("--out", default="polar_error.json")
-    parser.add_argument("--draw", metavar="JSON", help="only draw what an earlier run wrote")
+    parser.add_argument("--out", type=Path, default=Path("polar_error.json"))
+    parser.add_argument("--draw", type=Path, metavar="JSON", help="only draw what an earlier run wrote")
     parser.add_argument("--figure", type=Path, default=FIGURE)
     options = parser.parse_args(argv)
     if options.draw:
-        draw(json.loads(Path(options.draw).read_text()), options.figure)
+        draw(json.loads(options.draw.read_text()), options.figure)
         return 0
     methods = {"plain 5": method("plain", 5), "AOL 4": method("AOL", 4), "AOL 5": method("AOL", 5)}
     names = {**synthetic(options.size), **(real(options.real) if options.real else {})}
-    rows = [measure(name, x, methods) for name, x in names.items()]
-    print(table(rows))
-    of_real = [row for row in rows if row["matrix"].startswith("step ") and row["rank"]]   # MLP-in has no gradient at step 1
-    fits = [fitted(of_real, kind, steps) for kind in NORMALISATIONS for steps in (4, 5, 6)] if of_real else []
-    print("\n".join(fits))
-    report = {"machine": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU", "date": date.today().isoformat(),
-              "dtype": "bfloat16" if DEVICE == "cuda" else "float32", "rows": rows, "fits": fits,
-              "lower": {kind: [lower_end(end, steps) for steps in STEPS] for kind, end in NORMALISATIONS.items()}}
-    Path(options.out).write_text(json.dumps(report))
+    spectra: dict[str, list[np.ndarray]] = {}
+    rows = [measure(name, x, methods, spectra) for name, x in names.items()]
+    report = {"machine": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
+              "date": date.today().isoformat(), "dtype": "bfloat16" if DEVICE == "cuda" else "float32",
+              "of_training": sum(map(of_training, rows)), "rows": rows, "mean_curves": mean_curves(rows),
+              "fits": [fitted(spectra[kind], kind, steps) for kind in spectra for steps in (4, 5, 6)],
+              "lower": {kind: [lower_end(end, n) for n in STEPS] for kind, end in NORMALISATIONS.items()}}
+    options.out.write_text(json.dumps(report, ensure_ascii=False))
+    print(tables(options.out))
     return 0
 
 

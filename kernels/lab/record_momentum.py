@@ -1,11 +1,13 @@
-"""Save what Newton-Schulz is given in a training run, Nesterov momentum in the model's dtype, at a few steps.
+"""Save the matrices that Newton–Schulz gets in a training run (Nesterov momentum) at a few steps.
 
-    python -m kernels.lab.record_momentum --out momentum.pt --at 1,10,100,500 --preset corpus --steps 500 --micro_batches 1 \\
+    python -m kernels.lab.record_momentum --out momentum.pt --at 1,10,100,500 --preset corpus --steps 500
+    --micro_batches 1 \\
         --batch_tokens 32768,32768,32768
 
-Trains on one device with train_gpt.py's settings until the last of these steps, and keeps eight matrices spread over the depth:
-four of the square ones, Q, K, V and O of different layers, and four of the MLPs'. The file holds {"matrices": {name:
-{step: tensor}}, "losses": [a step]}; kernels.lab.polar_error and kernels.lab.stress read it.
+This trains on one device with train_gpt.py's settings until the last of these steps, and keeps eight matrices
+spread over the depth: four of the square ones (Q, K, V and O of different layers) and four of the MLPs'. The
+file holds {"matrices": {name: {step: tensor}}, "losses": [one a step]}. kernels.lab.polar_error and
+kernels.lab.stress read it.
 """
 import argparse
 import sys
@@ -15,23 +17,23 @@ import torch
 from torch import Tensor
 
 import train_gpt
-from kernels.optimizer.newton_schulz import newton_schulz_reference
 
 Matrices = dict[str, dict[int, Tensor]]
 
 
 def chosen(count: int, kinds: list[str]) -> dict[int, str]:
-    """Four of `count` matrices that stand kind by kind in every layer: index -> name, at four depths."""
+    """Four of `count` matrices, at four depths: index -> name. Each layer has one of each kind, in order."""
     layers = count // len(kinds)
     depths = [round(i * (layers - 1) / 3) for i in range(4)]
-    return {layer * len(kinds) + i % len(kinds): f"{kinds[i % len(kinds)]} {layer}" for i, layer in enumerate(depths)}
+    places = [(layer, i % len(kinds)) for i, layer in enumerate(depths)]
+    return {layer * len(kinds) + kind: f"{kinds[kind]} {layer}" for layer, kind in places}
 
 
 def recording(orthogonalise: Callable, matrices: Matrices, step: int, layers: int) -> Callable:
-    """`orthogonalise` that keeps copies of the chosen matrices it is given, under the number of the step."""
+    """`orthogonalise`, which also keeps copies of the chosen matrices under the number of the step."""
     def record(x: Tensor, *arguments) -> Tensor:
         square = x.shape[-2] == x.shape[-1]
-        squares = len(x) // layers                          # of Q and K two, but if they are narrower or wider than V
+        squares = len(x) // layers  # V, O, and two of Q and K, unless those are narrower or wider than V
         attention = [*(["Q", "K"] if squares == 4 else ["QK"] * (squares - 2)), "V", "O"]
         for index, name in chosen(len(x), attention if square else ["MLP-in", "MLP-out"]).items():
             matrices.setdefault(name, {})[step] = x[index].to("cpu", copy=True)
@@ -40,28 +42,30 @@ def recording(orthogonalise: Callable, matrices: Matrices, step: int, layers: in
 
 
 def capture(config: train_gpt.Config, at: list[int]) -> tuple[Matrices, list[float]]:
-    """The chosen matrices at these steps (counted from 1) of a run on one device, and the losses of all steps up to the last."""
+    """The chosen matrices at these steps (counted from 1) of a run on one device, and all losses."""
     trainer = train_gpt.Trainer(config, train_gpt.World())
-    part, matrices, losses = trainer.optimizer.part, {}, []
-    orthogonalise = part[newton_schulz_reference]
+    optimizer, matrices, losses = trainer.optimizer, {}, []
+    ops, layers = optimizer.ops, len(config.layers)
     steps = [trainer.schedule.at(index) for index in range(max(at))]
     for step, batches in zip(steps, trainer.loader.prefetch(range(max(at)))):
-        number = step.index + 1
-        part[newton_schulz_reference] = recording(orthogonalise, matrices, number, len(config.layers)) if number in at else orthogonalise
+        optimizer.ops = ops
+        if (number := step.index + 1) in at:
+            optimizer.ops = ops._replace(newton_schulz=recording(ops.newton_schulz, matrices, number, layers))
         losses.append(trainer.step(step, batches))
     return matrices, torch.stack(losses).tolist()
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser("python -m kernels.lab.record_momentum", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--out", default="momentum.pt")
     parser.add_argument("--at", default="1,10,100,500", help="steps, counted from 1")
     options, settings = parser.parse_known_args(argv)
     try:
         config = train_gpt.parse_config(settings)
         at = [int(step) for step in options.at.split(",")]
-        if not 0 < min(at) <= max(at) <= config.steps + config.extra_steps:
-            raise train_gpt.UserError(f"--at {options.at}: steps are 1 ... {config.steps + config.extra_steps}; raise --steps")
+        if not 0 < min(at) <= max(at) <= (last := config.steps + config.extra_steps):
+            raise train_gpt.UserError(f"--at {options.at}: steps are 1 ... {last}; raise --steps")
         matrices, losses = capture(config, at)
     except (train_gpt.UserError, train_gpt.ShardError) as error:
         sys.exit(f"kernels.lab.record_momentum: {error}")

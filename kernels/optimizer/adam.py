@@ -1,23 +1,24 @@
-"""u = m̂ / (√v̂ + ε): one Adam step of flat tensors, with decoupled cautious decay on the exact master weight."""
+"""u = m̂ / (√v̂ + ε): one Adam step (arXiv 1412.6980) of flat tensors, with decoupled weight decay.
+
+There is no Triton here: `torch.compile` fuses the function into one kernel.
+"""
 import torch
 from torch import Tensor
 
-from kernels.optimizer.master_weight import apply_update
+from kernels.optimizer.master_weight import Master, Rule, apply_update
 
 
-def adam_update(weight: Tensor, mantissa_bits: Tensor | None, grad: Tensor, first: Tensor | None, second: Tensor, steps: Tensor,
-                finite: Tensor, lr: Tensor, decay: Tensor, betas: tuple[float, float], cautious: bool) -> None:
-    """Update (n,) `weight`, its moments (float32; `first` is None where β₁ is 0) and the count of `steps` in place, unless not `finite`.
+def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, steps: Tensor, rule: Rule,
+                betas: tuple[float, float]) -> None:
+    """Update a weight (n,), its moments and the count of steps in place, unless not `rule.finite`.
 
-    `steps`, `finite`, `lr` and `decay` (a share of the weight, times lr) are 0-dim tensors: they change without a new program.
+    `grad` (n,) has any dtype. `first` and `second` (n,) are float32: the running means of the gradient and of
+    its square. `steps` is 0-dim float32, the number of updates so far. ε is 1e-10.
     """
-    grad = torch.where(finite, grad, 0).float()
-    steps.add_(finite)
+    grad = torch.where(rule.finite, grad, 0).float()
+    steps.add_(rule.finite)
     second.lerp_(grad.square(), 1 - betas[1])
-    if first is None:
-        mean = grad
-    else:
-        first.lerp_(grad, 1 - betas[0])
-        mean = first / (1 - betas[0] ** steps)
+    first.lerp_(grad, 1 - betas[0])
+    mean = first / (1 - betas[0] ** steps)
     update = mean / ((second / (1 - betas[1] ** steps)).sqrt() + 1e-10)
-    apply_update(weight, mantissa_bits, update, finite, lr, decay, cautious)
+    apply_update(weight, update, rule)

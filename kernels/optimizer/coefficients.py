@@ -1,17 +1,17 @@
-"""p_k(x) = a_k x + b_k x³ + c_k x⁵ whose composition sends every singular value in [lower, 1] close to 1.
+"""p_k(x) = a_k x + b_k x³ + c_k x⁵, whose composition brings every singular value in [lower, 1] close to 1.
 
-Newton–Schulz applies these polynomials to the singular values of a matrix, using matrix products only.
-*Polar Express* (Amsel, Persson, Musco, Gower, arXiv 2505.16932) shows that the best composition is
-greedy: each p_k is the odd quintic nearest to 1 on the interval in which the earlier steps left the
-singular values. Two guards make it usable in bfloat16: a *cushion* (no step looks at an interval wider
-than cushion·u … u, so the middle of the spectrum is not sacrificed to its smallest values) and a
-*safety* factor (every polynomial but the last is that of x / safety, so that rounding cannot push a
-singular value past the end of the next interval, where a quintic diverges).
+Newton–Schulz applies these polynomials to the singular values of a matrix, using only matmuls. *Polar
+Express* (Amsel, Persson, Musco, Gower, arXiv 2505.16932) shows that the best composition is greedy: each p_k
+is the odd quintic nearest to 1 on the interval in which the earlier steps left the singular values. Two
+guards make it usable in bfloat16: a *cushion* (no step looks at an interval wider than cushion·u … u, so that
+the middle of the spectrum is not sacrificed to its smallest values) and a *safety* factor (every polynomial
+but the last is that of x / safety, so that rounding cannot push a singular value past the end of the next
+interval, where a quintic diverges).
 
-Everything here is float64 on a CPU and takes milliseconds; results are cached. `python -m kernels.optimizer.coefficients`
-shows what each normalisation and choice of triples leaves of the distance to the polar factor.
+Everything here is float64 on a CPU and takes milliseconds; results are cached. `python -m
+kernels.lab.triples` shows what each normalisation and choice of triples leaves of the distance to the polar
+factor.
 """
-
 from functools import lru_cache
 from math import sqrt
 
@@ -19,15 +19,16 @@ import numpy as np
 
 Triple = tuple[float, float, float]  # (a, b, c)
 
-# Where the interval begins, by normalisation and steps: what `fit` finds for the singular values of 30 momentum matrices of a
-# training run of `corpus`, at steps 1, 10, 100 and 500 (kernels.lab.polar_error --real, one H200, 21 November 2026). For five steps
-# after the plain normalisation that is the published 1e-3, which serves any other number of steps as well.
+# Where the interval begins, by normalisation and number of steps. `fit` found these for the singular values
+# of 30 momentum matrices of a training run of `corpus`, at steps 1, 10, 100 and 500 (kernels.lab.polar_error
+# --real, one H200, 21 November 2026). For five steps after the plain normalisation it found the published
+# 1e-3, which serves any other number of steps as well.
 LOWER = {"frobenius": {5: 1e-3}, "aol": {4: 3.9e-3, 5: 1.2e-3, 6: 4.1e-4}}
 
 
 def nearest_quintic(lower: float, upper: float) -> Triple:
     """The odd quintic p that minimises max |1 - p(x)| over [lower, upper], 0 < lower <= upper (Remez)."""
-    if lower > upper * (1 - 5e-6):  # the interval is a point: p(u) = 1 with p'(u) = p''(u) = 0
+    if lower > upper * (1 - 5e-6):  # The interval is a point: p(u) = 1 with p'(u) = p''(u) = 0.
         return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5
     # p equals 1 ± error, alternating, at both ends and at its two stationary points q < r in between.
     x = np.array([lower, (3 * lower + upper) / 4, (lower + 3 * upper) / 4, upper])
@@ -43,7 +44,7 @@ def nearest_quintic(lower: float, upper: float) -> Triple:
 @lru_cache
 def polar_express(
     steps: int,
-    lower: float = 1e-3,  # the smallest singular value that is to reach 1; the largest is 1
+    lower: float = 1e-3,  # the smallest singular value that shall reach 1; the largest is 1
     cushion: float = 0.02,
     safety: float = 1.02,
 ) -> tuple[Triple, ...]:
@@ -55,7 +56,7 @@ def polar_express(
     for step in range(steps):
         a, b, c = nearest_quintic(max(lower, cushion * upper), upper)
         image = [a * x + b * x**3 + c * x**5 for x in (lower, upper)]
-        scale = 2 / sum(image)  # the cushion left p off centre on [lower, upper]: put it back around 1
+        scale = 2 / sum(image)  # The cushion left p off centre on [lower, upper]: centre it around 1.
         shrink = safety if step < steps - 1 else 1.0
         a, b, c = a * scale / shrink, b * scale / shrink**3, c * scale / shrink**5
         triples.append((a, b, c))
@@ -65,7 +66,7 @@ def polar_express(
 
 
 def lower_end(normalisation: str, steps: int) -> float:
-    """The `lower` of `polar_express` that suits what training orthogonalises; the nearest number of steps that was fitted counts.
+    """The `lower` of `polar_express` that suits training, for the nearest number of steps that was fitted.
 
     Raises ValueError for an unknown normalisation.
     """
@@ -76,7 +77,7 @@ def lower_end(normalisation: str, steps: int) -> float:
 
 
 def apply(triples: tuple[Triple, ...], singular_values: np.ndarray) -> np.ndarray:
-    """What the Newton–Schulz steps make of the singular values."""
+    """The singular values after the Newton–Schulz steps."""
     x = np.asarray(singular_values, dtype=np.float64)
     for a, b, c in triples:
         x = x * (a + b * x**2 + c * x**4)
@@ -94,54 +95,9 @@ def fit(
 ) -> tuple[float, float]:
     """The `lower` whose Polar Express triples suit `spectra` best, and their mean polar error.
 
-    Only the interval is searched (a grid, 5% apart), not the triples themselves: every candidate then stays
-    bounded on all of [0, 1], whatever matrix comes.
+    Only the interval is searched (a grid, 5% apart), not the triples themselves. Every candidate then stays
+    bounded on all of [0, 1], whatever the matrix.
     """
     errors = {lower: float(np.mean([polar_error(polar_express(steps, lower), sigma) for sigma in spectra]))
               for lower in np.geomspace(1e-4, 0.5, 175).tolist()}
     return min(errors.items(), key=lambda item: item[1])
-
-
-def sample_matrices(m: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """Matrices of m rows with spectra like those of gradients, from harmless to nearly singular."""
-    random = np.random.default_rng(seed).standard_normal
-
-    def with_spectrum(sigma: np.ndarray, n: int) -> np.ndarray:
-        return np.linalg.qr(random((m, m)))[0] * sigma @ np.linalg.qr(random((n, m)))[0].T
-
-    k = np.arange(1, m + 1)
-    return {
-        f"Gaussian {m}×{m}": random((m, m)),
-        f"Gaussian {m}×{4 * m}": random((m, 4 * m)),
-        f"rank {m // 12} + 10% noise {m}×{4 * m}": random((m, m // 12)) @ random((m // 12, 4 * m)) / (m // 12) ** 0.5
-        + 0.1 * random((m, 4 * m)),
-        f"σ = k^-½ {m}×{4 * m}": with_spectrum(k**-0.5, 4 * m),
-        f"σ = 1/k {m}×{m}": with_spectrum(1 / k, m),
-        f"σ from 1 to 1e-4 {m}×{m}": with_spectrum(np.geomspace(1, 1e-4, m), m),
-    }
-
-
-def main(m: int = 384) -> None:
-    methods = {"plain 5": (False, polar_express(5)), "AOL 4": (True, polar_express(4, lower_end("aol", 4))),
-               "AOL 4, lower 7e-3": (True, polar_express(4, 7e-3)), "AOL 4, first dropped": (True, polar_express(5)[1:]),
-               "AOL 5": (True, polar_express(5, lower_end("aol", 5))), "AOL 5, lower 7e-3": (True, polar_express(5, 7e-3))}
-    print(f"| matrix | σ after AOL | {' | '.join(methods)} |\n{'| --- ' * (2 + len(methods))}|")
-    spectra = []
-    for name, x in sample_matrices(m).items():
-        u, _, v = np.linalg.svd(x, full_matrices=False)
-        decomposed = {True: np.linalg.svd(x / np.sqrt(np.abs(x @ x.T).sum(1, keepdims=True)), full_matrices=False),
-                      False: np.linalg.svd(x / (1.02 * np.linalg.norm(x)), full_matrices=False)}
-        spectra.append(decomposed[True][1])
-        errors = []
-        for aol, triples in methods.values():
-            left, sigma, right = decomposed[aol]
-            errors.append(np.linalg.norm(left * apply(triples, sigma) @ right - u @ v) / m**0.5)
-        row = [name, f"{spectra[-1].min():.0e} … {spectra[-1].max():.2f}", *[f"{error:.3f}" for error in errors]]
-        print(f"| {' | '.join(row)} |")
-    for steps in (4, 5):
-        lower, error = fit(spectra, steps)
-        print(f"{steps} steps after AOL: best lower over all of these {lower:.1e}, mean error of σ {error:.3f}")
-
-
-if __name__ == "__main__":
-    main()

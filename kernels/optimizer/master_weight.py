@@ -1,35 +1,54 @@
-"""w ← w − lr (u + decay w) on an exact float32 master weight, stored as a bf16 weight and the 16 bits that it lost.
+"""w ← w − lr (u + decay w) on a float32 master weight, stored as a bf16 weight and the 16 bits it lacks.
 
-The two halves take the memory of the float32 alone (a bf16 copy beside a float32 master takes half as much again), and the
-half with the 16 lost bits lives only on the rank that updates the weight.
+The two halves together take the memory of the float32 alone; a bf16 copy beside a float32 master takes half
+as much again. The half with the mantissa bits lives only on the rank that updates the weight. The idea is
+@YouJiacheng's (the speedrun's medium track).
+
+Cautious decay (Chen et al., arXiv 2411.16085 and 2510.12402) acts only where the decay and the update move a
+weight the same way. A run with it ends 0.0003 of loss lower than one without, which is less than one pair of
+runs can show.
 """
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 
-def master_weight(weight: Tensor, mantissa_bits: Tensor | None) -> Tensor:
-    """The float32 value of a weight in bf16 and its lost bits (int16); a weight without any is its own master."""
+class Master(NamedTuple):
+    """A float32 master weight in two halves."""
+    weight: Tensor  # bfloat16: the upper 16 bits. Any dtype, if there are no mantissa bits.
+    mantissa_bits: Tensor | None  # int16, like the weight in shape: the lower 16 bits
+
+
+class Rule(NamedTuple):
+    """How a step moves a weight. The tensors may change from step to step without a new compiled program."""
+    finite: Tensor  # bool, 0-dim or broadcast against the weight: where it is False, nothing moves
+    lr: Tensor  # float32, 0-dim or broadcast against the weight: the learning rate
+    decay: Tensor  # float32, 0-dim: weight decay, a share of the weight that is multiplied by lr
+    cautious: bool  # decay only where it moves the weight the same way as the update
+
+
+def read_master(master: Master) -> Tensor:
+    """The float32 value of a master weight."""
+    weight, mantissa_bits = master
     if mantissa_bits is None:
         return weight.float()
     return (weight.view(torch.int16).int() << 16 | mantissa_bits.int() & 0xFFFF).view(torch.float32)
 
 
-def store_master_weight(weight: Tensor, mantissa_bits: Tensor | None, master: Tensor) -> None:
-    """Split a float32 master in place. The bf16 half is the master cut off, not rounded, so that the halves join exactly."""
+def write_master(master: Master, value: Tensor) -> None:
+    """Store a float32 value in place. Its upper half is not rounded, so that the halves join exactly."""
+    weight, mantissa_bits = master
     if mantissa_bits is None:
-        weight.copy_(master)
+        weight.copy_(value)
         return
-    bits = master.view(torch.int32)
+    bits = value.view(torch.int32)
     weight.view(torch.int16).copy_((bits >> 16).to(torch.int16))
     mantissa_bits.copy_((bits << 16 >> 16).to(torch.int16))
 
 
-def apply_update(weight: Tensor, mantissa_bits: Tensor | None, update: Tensor, finite: Tensor, lr: Tensor, decay: Tensor,
-                 cautious: bool) -> None:
-    """weight -= lr (update + decay weight) in place, if `finite` (0-dim bool).
-
-    `cautious`: the decay acts only where it and the update move the weight the same way (arXiv 2411.16085).
-    """
-    master = master_weight(weight, mantissa_bits)
-    decayed = torch.where(update * master > 0, decay * master, 0) if cautious else decay * master
-    store_master_weight(weight, mantissa_bits, torch.where(finite, master - lr * (update + decayed), master))
+def apply_update(weight: Master, update: Tensor, rule: Rule) -> None:
+    """weight -= lr (update + decay weight) in place, where `rule.finite`. `update` is float32."""
+    value = read_master(weight)
+    decayed = torch.where(update * value > 0, rule.decay * value, 0) if rule.cautious else rule.decay * value
+    write_master(weight, torch.where(rule.finite, value - rule.lr * (update + decayed), value))

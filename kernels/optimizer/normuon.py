@@ -1,32 +1,35 @@
-"""u = polar factor of the Nesterov momentum, each neuron's row divided by its running root mean square (arXiv 2510.05491).
+"""u = polar factor of the Nesterov momentum, each neuron's row divided by its running root mean square.
 
-The update in two elementwise halves; between them stands the orthogonalisation (newton_schulz.py).
+The two elementwise halves of NorMuon (Li et al., arXiv 2510.05491); the orthogonalisation between them is in
+orthogonalize.py. Dividing by the running root mean square of each neuron is worth 0.0153 of loss, or 2.6 of
+34 seconds on four H200s (one pair of runs, seed 0). There is no Triton here: `torch.compile` fuses each
+function.
 """
 import torch
 from torch import Tensor
 
-from kernels.optimizer.master_weight import apply_update
+from kernels.optimizer.master_weight import Master, Rule, apply_update
 
 
 def nesterov_momentum(grad: Tensor, momentum: Tensor, momentum_beta: Tensor, finite: Tensor) -> Tensor:
-    """What is to be orthogonalised, in grad's shape and dtype; `momentum` (float32) is updated, unless not `finite`.
+    """The matrices to orthogonalise, like grad. Updates `momentum` (float32) in place, unless not `finite`.
 
-    `momentum_beta` and `finite` are 0-dim tensors: they change without a new program.
+    `momentum_beta` and `finite` are 0-dim tensors, so that they can change without a new compiled program.
     """
     wide = torch.where(finite, grad, 0).float()
     momentum.lerp_(wide, 1 - momentum_beta)
     return wide.lerp(momentum, momentum_beta).to(grad.dtype)
 
 
-def neuron_update(weight: Tensor, mantissa_bits: Tensor | None, update: Tensor, second: Tensor, finite: Tensor, lr: Tensor,
-                  decay: Tensor, beta2: float, neuron_norm: bool, cautious: bool) -> None:
-    """Apply orthogonalised updates to matrices (n, rows, columns) of `weight` in place. A row is a neuron.
+def neuron_update(weight: Master, update: Tensor, second: Tensor, rule: Rule, beta2: float,
+                  neuron_norm: bool) -> None:
+    """Apply orthogonalised updates (n, rows, columns) to matrices of that shape in place. A row is a neuron.
 
-    `second` (n, rows, 1) is the running mean square of a neuron's update; dividing by its root keeps the matrix's norm. `lr`
-    (n, 1, 1), `decay` (a share of the weight, times lr) and `finite` are tensors.
+    `second` (n, rows, 1) float32 is the running mean square of each neuron's update. Dividing by its root
+    keeps the matrix's norm. `rule.lr` is (n, 1, 1). With `neuron_norm` False this is plain Muon.
 
-    Both norms of a matrix follow from its rows' mean squares: to compute them from the elements would be two more passes, each by
-    as few programs as there are matrices.
+    The matrix's norms before and after both follow from its rows' mean squares. Computing them from the
+    elements would take two more passes, each with only as many programs as there are matrices.
     """
     update = update.float()
     if neuron_norm:
@@ -35,4 +38,4 @@ def neuron_update(weight: Tensor, mantissa_bits: Tensor | None, update: Tensor, 
         scale = second.clamp(min=1e-10).rsqrt()
         before, after = mean.sum(-2, keepdim=True), (mean * scale.square()).sum(-2, keepdim=True)
         update = update * (scale * (before / after.clamp(min=1e-20)).sqrt())
-    apply_update(weight, mantissa_bits, update, finite, lr, decay, cautious)
+    apply_update(weight, update, rule)

@@ -1,14 +1,23 @@
 """What the tests of kernels share: where they run, in which dtypes, and how an example is checked."""
+from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 
 from kernels.example import Example, errors, tensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Triton's interpreter computes tl.dot wrongly in bfloat16. On a GPU kernels in float32 take minutes to compile.
+# Triton's interpreter computes tl.dot wrongly in bfloat16. On a GPU kernels in float32 take minutes to
+# compile.
 DTYPES = [torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32, torch.float16]
 DTYPE = DTYPES[0]
+
+
+def each_odd_example(examples: Callable) -> pytest.MarkDecorator:
+    """Run a test once for each of a kernel module's small examples, as its argument `example`."""
+    found = list(examples("odd", DEVICE, DTYPE))
+    return pytest.mark.parametrize("example", found, ids=lambda e: f"{e.name}, {e.shape}")
 
 
 def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
@@ -20,7 +29,8 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return ((out.double() - exact).norm() / exact.norm()).item()
 
 
-def assert_as_exact_as_pytorch(out: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor, slack=1e-7) -> None:
+def assert_as_exact_as_pytorch(out: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor,
+                               slack: float = 1e-7) -> None:
     """Of the reference's shape and dtype, and at most twice as far from float64."""
     assert out.shape == plain.shape and out.dtype == plain.dtype
     assert error(out, exact) <= 2 * error(plain, exact) + slack
@@ -28,11 +38,12 @@ def assert_as_exact_as_pytorch(out: torch.Tensor, plain: torch.Tensor, exact: to
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit for bit, NaN included."""
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    a_bits, b_bits = (x.contiguous().view(torch.uint8) for x in (a, b))
+    return a.dtype == b.dtype and torch.equal(a_bits, b_bits)
 
 
 def check(example: Example) -> None:
-    """At most twice as far from float64 as the reference, in every configuration, and the same bits when repeated."""
+    """At most twice as far from float64 as the reference, in every configuration; repeated, the same bits."""
     kernel = example.kernel
     for tuned in (None, *example.configs):
         example.kernel = kernel if tuned is None else partial(kernel, tuned=tuned)

@@ -1,0 +1,70 @@
+"""The two elementwise halves of NorMuon against their formulas; all updates go through torch.compile."""
+import pytest
+import torch
+from checks import DEVICE, random
+
+from kernels.optimizer import Master, Rule, adam_update, nesterov_momentum, neuron_update, row_adam_reference
+
+
+def numbers(*values: float) -> list[torch.Tensor]:
+    return [torch.tensor(value, device=DEVICE) for value in values]
+
+
+def test_nesterov_momentum_looks_one_step_ahead():
+    momentum, exact, beta = torch.zeros(3, 4, 5, device=DEVICE), torch.zeros(3, 4, 5, device=DEVICE), 0.9
+    for _ in range(4):
+        grad = random(3, 4, 5)
+        exact = beta * exact + (1 - beta) * grad.float()
+        out = nesterov_momentum(grad, momentum, *numbers(beta, True))
+        assert out.dtype == grad.dtype
+        ahead = (beta * exact + (1 - beta) * grad.float()).to(grad.dtype)
+        torch.testing.assert_close(out, ahead, atol=1e-6, rtol=2 * torch.finfo(grad.dtype).eps)
+    torch.testing.assert_close(momentum, exact)
+    kept = momentum.clone()
+    nesterov_momentum(torch.full_like(grad, torch.nan), momentum, *numbers(1.0, False))
+    assert torch.equal(momentum, kept)
+
+
+@pytest.mark.parametrize("neuron_norm", [False, True])
+def test_neuron_update_divides_neurons_and_keeps_the_matrix_norm(neuron_norm):
+    weight, update = torch.randn(2, 3, 6, 8, device=DEVICE)
+    update *= torch.rand(3, 6, 1, device=DEVICE)
+    start, second = weight.clone(), torch.rand(3, 6, 1, device=DEVICE) + 0.1
+    running = 0.95 * second + 0.05 * update.square().mean(-1, keepdim=True)
+    finite, decay = numbers(True, 0.0)
+    lr = torch.tensor([0.1, 0.2, 0.3], device=DEVICE).view(3, 1, 1)
+    neuron_update(Master(weight, None), update, second, Rule(finite, lr, decay, False), 0.95, neuron_norm)
+    moved = (start - weight) / lr
+    torch.testing.assert_close(moved.norm(dim=(1, 2)), update.norm(dim=(1, 2)), atol=1e-5, rtol=1e-4)
+    if neuron_norm:
+        torch.testing.assert_close(second, running)
+        divided = update / running.sqrt()
+        update = divided * (update.norm(dim=(1, 2)) / divided.norm(dim=(1, 2))).view(3, 1, 1)
+    torch.testing.assert_close(moved, update, atol=1e-5, rtol=1e-4)
+
+
+def test_updates_compile_without_a_break_in_the_graph():
+    """With Master and Rule as arguments, and with the same results."""
+    torch._dynamo.reset()
+    compiled = {f: torch.compile(f, backend="eager", fullgraph=True)
+                for f in (nesterov_momentum, neuron_update, adam_update, row_adam_reference)}
+    results = []
+    for functions in ({f: f for f in compiled}, compiled):
+        torch.manual_seed(0)
+        for i in range(3):
+            finite, lr, decay, beta, steps = numbers(True, 0.1 * (i + 1), 0.1, 0.9, float(i))
+            rule, form = Rule(finite, lr, decay, True), dict(device=DEVICE)
+            weight, grad, momentum = torch.randn(3, 2, 4, 6, **form)
+            second, last = torch.rand(2, 4, 1, **form), torch.zeros(2, **form)
+            bits = torch.zeros(2, 4, 6, dtype=torch.int16, **form)
+            half = Master(weight.bfloat16(), bits)
+            direction = functions[nesterov_momentum](grad, momentum, beta, finite)
+            functions[neuron_update](half, direction, second, rule._replace(lr=lr.view(1, 1, 1)), 0.9, True)
+            flat = weight.flatten(), grad.flatten(), momentum.flatten(), grad.square().flatten()
+            functions[adam_update](Master(flat[0], None), *flat[1:], steps, rule, (0.5, 0.9))
+            table, rows = weight.view(2, -1).clone(), grad.view(2, -1).clone()
+            squares = torch.rand(2, 6, **form)
+            functions[row_adam_reference](table, rows, squares, last, steps, rule, 0.9)
+            results.append([half.weight, bits, second, momentum, flat[0], table, squares, last, steps])
+    for plain, fused in zip(results[:3], results[3:]):
+        assert all(torch.equal(a, b) for a, b in zip(plain, fused, strict=True))
