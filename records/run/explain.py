@@ -28,7 +28,7 @@ def announcement(facts: dict, devices: str) -> str:
     note = f" ({facts['attention_note']})" if facts["attention_note"] else ""
     lines = [f"{facts['preset']}: {facts['parameters'] / 1e6:.1f} M parameters in {facts['dtype']}, {devices}",
              f"attention: {facts['attention']}{note}",
-             f"FP8: {', '.join(facts['fp8']) or 'no part'}; the rest: {facts['dtype']}"]
+             f"FP8: {', '.join(facts['fp8_parts']) or 'no part'}; the rest: {facts['dtype']}"]
     if facts["candidates"]:
         computed = ", ".join(f"{n:,}" for n in facts["candidates"].values())
         lines.append(f"sampled softmax: {computed} of {facts['vocabulary']:,} logits a token")
