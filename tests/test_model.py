@@ -39,6 +39,7 @@ def config(config):
 
 INGREDIENTS = {"ngram_rows": 512}
 EVERY_INGREDIENT = INGREDIENTS | {"qk_dim": 16}
+SMALL = {"micro_batches": 1, "batch_tokens": (64,) * 3}     # one micro-batch, for kernels in the interpreter
 
 
 @pytest.fixture(params=[{}, EVERY_INGREDIENT],
@@ -224,8 +225,8 @@ KERNELS = IN_PYTORCH | {
     "share_values": "share_values", "mlp_input": "mlp_input_fp8", "feed_forward": "feed_forward_fp8",
     "head_loss": "head_loss", "newton_schulz": "newton_schulz", "row_adam": "row_adam"}
 # What else must run its reference where an operation does. Only FP8 matmuls read a norm that is in FP8 alone.
-# Attention's kernels collect the gradient that `share_values` makes of the n-gram rows. And without the
-# look-up's kernel nobody lists the rows for `row_adam`.
+# Attention's kernels leave the gradient of the n-gram rows to `share_values`, and it makes no other. Without
+# the look-up's kernel nobody lists the rows for `row_adam`.
 GO_TOGETHER = {"lookup": {"row_adam"}, "qkv": {"share_values", "norm_fork"}, "feed_forward": {"mlp_input"},
                "share_values": {"qkv", "norm_fork"}}
 
@@ -280,24 +281,21 @@ def test_a_cpu_runs_references_whatever_is_asked(config, reference, monkeypatch)
 
 
 @pytest.mark.skipif(not ON_CPU, reason="of float32, which these kernels do not run on a GPU")
-@pytest.mark.parametrize("reference", [(), *((name,) for name in train_gpt.Ops._fields)], ids=str)
-def test_a_step_runs_without_each_kernel(config, reference, pretend_gpu, monkeypatch):
-    """All others on, in FP8: what one operation hands on, the next one takes."""
-    monkeypatch.setattr(train_gpt.fp8, "has_fp8", lambda device: True)
-    monkeypatch.setattr(torch, "_scaled_mm", scaled_matmul)
-    trainer = make_trainer(config, **EVERY_INGREDIENT, micro_batches=1, batch_tokens=(128,) * 3, fp8=(
-        "head", "attention", "mlp"), reference=reference)
+@pytest.mark.parametrize("off", [name for name in KERNELS if KERNELS[name] != IN_PYTORCH[name]])
+def test_a_step_runs_without_each_kernel(config, off, pretend_gpu):
+    """All others on, in FP8: what one operation hands on, the next one takes.
+
+    Newton-Schulz hands nothing on, and is always off: in the interpreter it takes seconds.
+    """
+    layers = (replace(config.layers[0], kept=True, long_window=True),
+              train_gpt.Layer(reads_kept=True, value_embedding=True, backout=True))
+    trainer = make_trainer(config, **EVERY_INGREDIENT, **SMALL, layers=layers,
+                           fp8=("head", "attention", "mlp"), reference=(off, "newton_schulz"))
     before = [p.detach().clone() for p in trainer.model.parameters()]
     step = trainer.schedule.at(1)
     assert step.update_adam and trainer.step(step, trainer.loader.batches(1)).isfinite()
     moved = [not torch.equal(p, old) for p, old in zip(trainer.model.parameters(), before)]
     assert sum(moved) > len(moved) / 2
-
-
-def scaled_matmul(a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=False, out=None):
-    """`torch._scaled_mm` in plain PyTorch, which takes any shape."""
-    result = (a.float() @ b.float() * (scale_a * scale_b)).to(out_dtype)
-    return result if out is None else out.copy_(result)
 
 
 @pytest.mark.parametrize("parts", [(), ("head",), ("attention",), ("mlp",)], ids=str)
@@ -306,7 +304,7 @@ def test_without_fp8_no_matmul_is_in_fp8(config, parts, pretend_gpu, monkeypatch
         raise AssertionError("an FP8 matmul")
 
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
-    trainer = make_trainer(config, fp8=parts, micro_batches=1, batch_tokens=(128,) * 3)
+    trainer = make_trainer(config, **SMALL, fp8=parts, reference=("newton_schulz",))
     assert trainer.model.fp8 == parts
     if parts:
         with pytest.raises(AssertionError, match="an FP8 matmul"):
@@ -488,7 +486,7 @@ def test_the_first_micro_batch_writes_what_the_others_add_to(config, parts, kern
 
     MLPs write in FP8 alone. References leave gradients to autograd, which adds.
     """
-    trainer, results = make_trainer(config, ngram_rows=512), []
+    trainer, results = make_trainer(config, ngram_rows=512, batch_tokens=(256,) * 3), []
     model, step, layers = trainer.model, trainer.schedule.at(0), len(config.layers)
     awake(model)
     model.fp8, model.ops = parts, train_gpt.references()._replace(**kernels)
@@ -527,7 +525,7 @@ class Watching(train_gpt.Transit):
                          ids=["recipe", "every ingredient", "late"])
 def test_gradients_are_complete_behind_what_a_layer_reads(config, changes, parts, kernels):
     """Those of a layer and of all later ones, and that of the layer before has not begun."""
-    trainer = make_trainer(config, **changes)
+    trainer = make_trainer(config, **changes, batch_tokens=(512,) * 3)
     model = trainer.model
     awake(model)
     model.fp8, model.ops = parts, train_gpt.references()._replace(**kernels)
