@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 import train_gpt
 from kernels import attention, embedding, loss, mlp, ngrams
-from kernels import optimizer as updates
 from kernels.attention import fp8_qkv
 from kernels.attention import qkv as qkv_module
 from kernels.fp8.quantize import quantize_reference
