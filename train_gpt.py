@@ -19,7 +19,6 @@ How to read it:
 Each folder of `kernels/` is a part of the model, where every Triton kernel has a reference in plain PyTorch.
 """
 import gc
-import math
 import os
 import signal
 import sys
@@ -133,8 +132,8 @@ class Config:
     micro_batches: int = 8          # Every step is packed as so many micro-batches, on any number of ranks.
 
     # ---- Model. It also has ReLU² (So et al., arXiv 2109.08668), QK-norm (arXiv 2010.04245), logits bounded
-    # by 23·sigmoid((z + 5)/7.5) (@ClassicLarry #181), MLP-out that starts at zero (@Grad62304977), and learned
-    # scalars on each sub-layer, which multiply weights, not activations (@roeeshenberg #166).
+    # by 23·sigmoid((z + 5)/7.5) (@ClassicLarry #181), MLP-out that starts at zero (@Grad62304977), and
+    # learned scalars on each sub-layer, which multiply weights, not activations (@roeeshenberg #166).
     layers: tuple[Layer, ...] = SPEEDRUN_LAYERS
     width: int = 768
     head_dim: int = 128             # channels of a head's value
@@ -344,7 +343,7 @@ class Transit:
 
     def __init__(self, optimizer: "Optimizer | None" = None):
         self.optimizer = optimizer  # None in validation: nobody waits for weights or sums gradients.
-        self.accumulate = True      # The first micro-batch writes gradients of matrices, the others add.
+        self.accumulate = True      # The first micro-batch writes gradients of matrices, later ones add.
         self.last = False           # the last micro-batch, after which gradients are complete
         self.fp8_weights: dict[int, tuple] = {}     # by layer: weights in FP8, which all micro-batches read
 
@@ -387,19 +386,18 @@ class GPT(nn.Module):
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.attention_backend, self.attention_note = attention.choose_attention(config.attention, device)
         self.ops, self.fp8 = choose_ops(config, device)
-        last, kept, self.sources = len(config.layers), 0, []    # the stream that each layer's attention reads
+        last, kept, self.sources = len(config.layers), 0, []    # sources: what attention reads
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
             kept = i + 1 if layer.kept else kept
         marked = [i + 1 for i, layer in enumerate(config.layers) if layer.backout and config.backout]
         self.backout_stream = marked[0] if marked else None
         self.readers = [self.sources.count(stream) for stream in range(last + 1)]
-        windows = [*(stage.windows[1] for stage in config.stages), config.final_windows[1], config.val_window]
-        windows = [window * config.window_block for window in windows]
+        long = [*(stage.windows[1] for stage in config.stages), config.final_windows[1], config.val_window]
         most = max(config.val_chunk, *(stage.batch_tokens // config.micro_batches for stage in config.stages))
         self.rotary = attention.rotary_tables(
-            windows, most, int(config.qk_dim * config.rotary_share), config.rotary_base,
-            config.attention_scale, config.yarn, device)
+            [window * config.window_block for window in long], most, int(config.qk_dim * config.rotary_share),
+            config.rotary_base, config.attention_scale, config.yarn, device)
         self.loss_weights = torch.ones(3, device=device)
         valued = [i for i in range(last) if config.layers[i].value_embedding and config.value_embeddings]
         self.value_index = {layer: i for i, layer in enumerate(valued)}     # which table and gate a layer has
@@ -454,8 +452,8 @@ class GPT(nn.Module):
         sent = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
         transit.reach("embedding")
         smear_scale, backout_scale = self.scalars.unbind()
-        context = Context(batch, step, transit, positions, attention_scale, by_token, sent,
-                          self.attention_scalars.unbind(), self.value_gates.unbind())
+        scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
+        context = Context(batch, step, transit, positions, attention_scale, by_token, sent, scalars, gates)
         x = ops.lookup(self.head if step.tied else self.embedding, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
         streams = [mlp.Residual(x, readers=self.readers[0])]    # streams[i] enters layer i, the last the head
@@ -621,13 +619,12 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
     return [group for group in groups if group.params]
 
 
-# ---- The algorithms: each group's buffers, state and update ------------------------------------------
-
 class Shard:
     """A group's flat buffers: all weights and gradients, and the optimizer state of this rank's part of them.
 
-    The model's parameters become views of the buffers, so that a collective takes a part of a buffer as it is.
-    `update` updates this rank's part from its summed gradient; `lr` is `Step.lr`, and the tensors are 0-dim.
+    The model's parameters become views of the buffers, so that a collective takes a part of a buffer as it
+    is. `update` updates this rank's part from its summed gradient; `lr` is `Step.lr`, and the tensors are
+    0-dim.
     """
 
     def __init__(self, group: Group, config: Config, world: World, grads: Tensor | None = None):
@@ -638,7 +635,7 @@ class Shard:
         zeros = world.collectives.zeros if ranks > 1 else torch.zeros
         self.weights = torch.zeros(sum(length for *_, length in rounds), *unit, **form)
         self.grads = zeros(*self.weights.shape, **form) if grads is None else grads
-        self.places, start = [], 0      # of each round: where it lies in whole buffers, and in this rank's own
+        self.places, start = [], 0      # of each round: where it lies in whole buffers, and in this rank's
         for params, _, length in rounds:
             for i, p in enumerate(params):
                 place = slice(start + i, start + i + (1 if unit else p.numel()))
@@ -828,8 +825,7 @@ class Optimizer:
                 for work in works:
                     wait(work)
                 shard.update(self.ops, self.finite, self.lr, self.momentum_beta)
-        used = [self.loss_stream, *map(self.streams.get, self.updates)] if self.streams else []
-        for stream in used:
+        for stream in [self.loss_stream, *map(self.streams.get, self.updates)] if self.streams else []:
             torch.cuda.current_stream().wait_stream(stream)
 
     @torch.no_grad()
@@ -879,7 +875,8 @@ class Step(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        return (*self[1:4], len(self.multi_token), *self[5:9])
+        return (self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.sampled,
+                self.tied, self.update_adam, self.adam_updated)
 
     @property
     def shape(self) -> StepShape:
@@ -1058,8 +1055,7 @@ class Trainer:
     def capture(self, step: Step, batches: list[Batch]) -> None:
         """Record what a step of this kind does as a CUDA graph, from now on replayed by one launch."""
         inputs = [to_device(batch, self.world.device, copy=True) for batch in batches]
-        # Graphs never run at once, so they share memory. The loader's thread pins memory meanwhile:
-        # thread_local.
+        # Graphs never run at once, so they share memory. `thread_local` lets the loader's thread pin memory.
         pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -1164,9 +1160,8 @@ def explain(config: Config, ranks: int, timetables: bool) -> None:
         print(rates_text(rates(groups)))
         return
     for step in Schedule(config).kinds().values():
-        print(f"\nSteps from {step.index} on of {step.batch_tokens:,} tokens, {ranks} ranks"
-              f"{', embedding tied' * step.tied}{', Adam updates' * step.update_adam}"
-              f"{', after an update of Adam' * step.adam_updated}:\n")
+        marks = ", ".join(name for name in ("tied", "adam_updated", "update_adam") if getattr(step, name))
+        print(f"\nSteps from {step.index} on, {step.batch_tokens:,} tokens, {ranks} ranks: {marks}\n")
         table = timetable(traffic, len(config.layers), step.tied, step.adam_updated, step.update_adam)
         print(timetable_text(table, len(config.layers)))
 
@@ -1182,8 +1177,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         world = World()
         for i in range(config.runs):
-            started = time.time() if i else PROCESS_START
-            run(replace(config, seed=config.seed + i), world, started)
+            run(replace(config, seed=config.seed + i), world, time.time() if i else PROCESS_START)
             gc.collect()            # Graphs hold memory, and circles refer to it.
         world.close()
         return 0

@@ -2,10 +2,11 @@
 
     python -m data.embedded [--out data/shards/bytes]
 
-Takes the standard library's own sources, splits them by file into training and validation text (one file in sixteen, by
-the hash of its name, so that the split is stable) and writes them as token shards. A document is a file's head or one of
-its functions, classes or methods; its tokens are its bytes after the start token 256. Documents stand in the order of
-their hashes: neighbours of one file in one batch would teach the model that file.
+Takes the standard library's own sources, splits them by file into training and validation text (one file in
+sixteen, by the hash of its name, so that the split is stable) and writes them as token shards. A document is
+a file's head or one of its functions, classes or methods; its tokens are its bytes after the start token 256.
+Documents stand in the order of their hashes: neighbours of one file in one batch would teach the model that
+file.
 """
 import argparse
 import hashlib
@@ -35,26 +36,28 @@ def source_files() -> list[Path]:
 
 
 def split_source(text: bytes) -> list[bytes]:
-    """The head of a Python file, then each of its functions, classes' heads and methods, with their decorators."""
+    """The head of a Python file, then each function, head of a class and method, with their decorators."""
     starts = [m.start() for m in re.finditer(rb"(?m)^( {4}|)(@.*\n\1)*(async )?(def|class) ", text)]
     return [text[a:b] for a, b in zip([0, *starts], [*starts, len(text)])]
 
 
 def build(folder: Path = FOLDER) -> Path:
-    """Write `train_000000.bin` and `val_000000.bin` into `folder` unless both are there; returns the folder."""
+    """Write `train_000000.bin` and `val_000000.bin` into `folder` unless both are there; returns it."""
     if find_shards(folder, "train") and find_shards(folder, "val"):
         return folder
-    splits: dict[str, set[bytes]] = {"train": set(), "val": set()}       # a text that stands in two files counts once
+    # A text that stands in two files counts once.
+    splits: dict[str, set[bytes]] = {"train": set(), "val": set()}
     for path in source_files():
         split = "val" if sha256(path.name.encode())[0] % 16 == 0 else "train"
         splits[split].update(filter(None, split_source(path.read_bytes())))
     splits["train"] -= splits["val"]
     if not splits["train"] or not splits["val"]:
-        raise SystemExit(f"{sysconfig.get_path('stdlib')} holds no Python sources to build the embedded corpus from; "
-                         "set DATA_PATH to a folder of token shards")
+        raise SystemExit(f"{sysconfig.get_path('stdlib')} holds no Python sources to build the embedded "
+                         "corpus from; set DATA_PATH to a folder of token shards")
     folder.mkdir(parents=True, exist_ok=True)
     for split, documents in splits.items():
-        tokens = [np.frombuffer(b"\0" + text, np.uint8).astype(np.uint16) for text in sorted(documents, key=sha256)]
+        tokens = [np.frombuffer(b"\0" + text, np.uint8).astype(np.uint16)
+                  for text in sorted(documents, key=sha256)]
         for document in tokens:
             document[0] = BOS
         write_shard(folder / f"{split}_000000.bin", np.concatenate(tokens))
@@ -62,7 +65,8 @@ def build(folder: Path = FOLDER) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FOLDER)
     folder = build(parser.parse_args().out)
     sizes = ", ".join(f"{p.name} {p.stat().st_size / 1e6:.1f} MB" for p in sorted(folder.glob("*.bin")))

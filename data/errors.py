@@ -1,4 +1,4 @@
-"""Errors of the data tools: one line on stderr that says what was found and what to do, exit status 2, no stack trace."""
+"""Errors of the data tools: one line on stderr with what was found and what to do, and exit status 2."""
 import argparse
 import contextlib
 import errno
@@ -16,7 +16,7 @@ class DataError(ValueError):
 
 @contextlib.contextmanager
 def one_line_errors(program: str, place: Path | None = None) -> Iterator[None]:
-    """Turn DataError, OSError and Ctrl-C inside the block into one line, headed by `program`, and an exit status.
+    """Turn DataError, OSError and Ctrl-C in the block into one line, headed by `program`, and an exit status.
 
     `place` is named where the system does not say which file it was.
     """

@@ -1,17 +1,19 @@
 """FineWeb, tokenised with GPT-2's vocabulary: fetches as many public shards as a run needs, and checks them.
 
-    python -m data.fineweb                        validation and the 5 training shards that the speedrun takes (1.2 GB)
+    python -m data.fineweb                        validation and the speedrun's 5 training shards (1.2 GB)
     python -m data.fineweb --shards 103           everything: 10 billion tokens (21 GB)
     python -m data.fineweb --out /big/disk/fineweb && DATA_PATH=/big/disk/fineweb ./run.sh
 
-Run again at any time: what is whole stays, what is missing or damaged is fetched. A cut connection is resumed where it
-broke; a killed run begins again at the shards that were not finished. HF_ENDPOINT chooses a mirror; shards that the cache
-in HF_HOME holds are copied from there. With no network, run it where there is one, bring the folder over and set DATA_PATH.
+Run again at any time: what is whole stays, what is missing or damaged is fetched. A cut connection is resumed
+where it broke; a killed run begins again at the shards that were not finished. HF_ENDPOINT chooses a mirror;
+shards that the cache in HF_HOME holds are copied from there. With no network, run it where there is one,
+bring the folder over and set DATA_PATH.
 
-A shard is fetched into a hidden folder and appears under its name only after these checks: magic, version, number of
-tokens against size, ids inside the vocabulary, a document start, and the SHA-256 that the hub publishes for it. Its own
-SHA-256 goes into manifest.json, and each later run compares it. A shard brought by other means, with no manifest, passes
-on its format alone: a changed id that stays inside the vocabulary cannot be told then.
+A shard is fetched into a hidden folder and appears under its name only after these checks: magic, version,
+number of tokens against size, ids inside the vocabulary, a document start, and the SHA-256 that the hub
+publishes for it. Its own SHA-256 goes into manifest.json, and each later run compares it. A shard brought by
+other means, with no manifest, passes on its format alone: a changed id that stays inside the vocabulary
+cannot be told then.
 """
 import argparse
 import hashlib
@@ -37,9 +39,10 @@ FOLDER = Path(__file__).parent / "shards" / "fineweb"
 VOCAB_SIZE, BOS = 50257, 50256
 TRIES = 4  # of each request, 1, 2 and 4 seconds apart
 
-# The preset "speedrun" wants 338.8 M tokens of sequences: 55.5 M cut at 896 tokens, the rest at 2,048. The tails of longer
-# documents are not used: on a corpus like FineWeb 61% of the tokens are left at the first cut and 79% at the second
-# (measured on 13,373 documents with `python -m data.peek`), so that it takes 448 M tokens of shards: 5 shards of 100 M.
+# The preset "speedrun" wants 338.8 M tokens of sequences: 55.5 M cut at 896 tokens, the rest at 2,048. The
+# tails of longer documents are not used: on a corpus like FineWeb 61% of the tokens are left at the first cut
+# and 79% at the second (measured on 13,373 documents with `python -m data.peek`), so that it takes 448 M
+# tokens of shards: 5 shards of 100 M.
 SPEEDRUN_SHARDS = 5
 
 
@@ -48,43 +51,55 @@ def names_of(shards: int) -> list[str]:
 
 
 def check(path: Path) -> dict:
-    """Facts about a shard for the manifest, after all checks that need nothing but the file. ShardError names the fault."""
+    """Facts about a shard for the manifest, after all checks that need nothing but the file.
+
+    ShardError names the fault.
+    """
     tokens = open_shard(path, VOCAB_SIZE)
     documents = len(document_starts(tokens, BOS))
     if not documents:
-        raise ShardError(f"{path}: no document starts in it (no token {BOS}); it is not a GPT-2 shard or is damaged")
+        raise ShardError(f"{path}: no document starts in it (no token {BOS}); it is not a GPT-2 shard or is "
+                         "damaged")
     with open(path, "rb") as f:
-        return {"tokens": len(tokens), "documents": documents, "sha256": hashlib.sha256(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)).hexdigest()}
+        return {"tokens": len(tokens), "documents": documents,
+                "sha256": hashlib.sha256(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)).hexdigest()}
 
 
 class Manifest:
-    """manifest.json in the folder: for each checked shard its tokens, documents and SHA-256, and where it came from."""
+    """manifest.json in the folder: each checked shard's tokens, documents, SHA-256 and origin."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "manifest.json"
         try:
-            self.shards: dict[str, dict] = json.loads(self.path.read_text())["shards"] if self.path.exists() else {}
+            known = json.loads(self.path.read_text())["shards"] if self.path.exists() else {}
+            self.shards: dict[str, dict] = known
             if not all({"tokens", "sha256"} <= facts.keys() for facts in self.shards.values()):
                 raise KeyError
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{self.path} is damaged; remove it and run again: the shards are then checked without it")
+            raise DataError(f"{self.path} is damaged; remove it and run again: the shards are then checked "
+                            "without it")
 
     def record(self, name: str, facts: dict) -> None:
         self.shards[name] = facts
         temporary = self.path.with_name(".manifest.json")
-        temporary.write_text(json.dumps({"dataset": DATASET, "shards": dict(sorted(self.shards.items()))}, indent=1) + "\n")
+        temporary.write_text(json.dumps({"dataset": DATASET, "shards": dict(sorted(self.shards.items()))},
+                                        indent=1) + "\n")
         os.replace(temporary, self.path)
 
 
 def is_whole(path: Path, manifest: Manifest) -> dict | None:
-    """Facts about a shard that is in the folder and as recorded; None if there is none. A bad one is named and removed."""
+    """Facts about a shard that is in the folder and as recorded; None if there is none.
+
+    A bad one is named and removed.
+    """
     if not path.exists():
         return None
     try:
         facts = check(path)
         recorded = manifest.shards.get(path.name, facts)
         if facts["sha256"] != recorded["sha256"]:
-            raise ShardError(f"{path}: its SHA-256 is not the one in manifest.json: it has changed since it was checked")
+            raise ShardError(f"{path}: its SHA-256 is not the one in manifest.json: it has changed since it "
+                             "was checked")
         return recorded
     except ShardError as error:
         tqdm.write(f"{error}; removed, to be fetched again", sys.stderr)
@@ -103,7 +118,10 @@ Result = TypeVar("Result")
 
 
 class Hub:
-    """The dataset on the hub. The methods are called from several threads; once `stop` is set they end at the next chunk."""
+    """The dataset on the hub.
+
+    The methods are called from several threads; once `stop` is set they end at the next chunk.
+    """
 
     def __init__(self, staging: Path, retry_command: str) -> None:
         try:
@@ -124,15 +142,17 @@ class Hub:
         return self.persist(name, ask)
 
     def fetch(self, name: str, expected: Published, bar: tqdm) -> dict:
-        """Bring a file into the staging folder and check it: facts for the manifest, or DataError after TRIES."""
+        """Bring a file into the staging folder and check it; its facts. DataError after TRIES."""
         def bring(discard_cache: bool) -> dict:
             counter = self.counter_class(bar)
             try:
-                path = self.client.hf_hub_download(DATASET, name, repo_type="dataset", revision=expected.commit,
-                                                   local_dir=self.staging, force_download=discard_cache, tqdm_class=counter)
+                path = self.client.hf_hub_download(DATASET, name, repo_type="dataset",
+                                                   revision=expected.commit, local_dir=self.staging,
+                                                   force_download=discard_cache, tqdm_class=counter)
                 facts = check(Path(path))
                 if expected.sha256 not in (None, facts["sha256"]):
-                    raise ShardError(f"{path}: its SHA-256 is not the one that the hub publishes: damaged on the way")
+                    raise ShardError(f"{path}: its SHA-256 is not the one that the hub publishes: damaged on "
+                                     "the way")
             except BaseException:
                 bar.update(-counter.counted)
                 raise
@@ -141,14 +161,15 @@ class Hub:
         return self.persist(name, bring)
 
     def persist(self, name: str, request: Callable[[bool], Result]) -> Result:
-        """`request(False)`, tried again when it fails in a way that may pass: with True after one that brought bad data."""
+        """`request(False)`, tried again if it fails in a way that may pass; with True once bad data came."""
         bad = False
         for tried in range(1, TRIES + 1):
             try:
                 return request(bad)
             except ShardError as error:
                 bad, reason = True, str(error).replace(f"{self.staging / name}: ", "")
-            except Exception as error:  # the client raises its HTTP library's own classes, other ones in each version
+            # The client raises its HTTP library's own classes, other ones in each version.
+            except Exception as error:
                 if self.stop.is_set() or (isinstance(error, OSError) and error.errno in NO_SPACE):
                     raise
                 cause = root_cause(error)
@@ -160,12 +181,12 @@ class Hub:
                 tqdm.write(f"{name}: {reason}; trying again ({tried + 1} of {TRIES})", sys.stderr)
                 if self.stop.wait(2 ** (tried - 1)):
                     break
-        raise DataError(f"{name} cannot be had from {self.client.constants.ENDPOINT} ({reason}). If there is no network "
-                        f"here, run `{self.retry_command}` where there is one, copy its folder to this machine and set "
-                        "DATA_PATH to that; HF_ENDPOINT chooses a mirror")
+        raise DataError(f"{name} cannot be had from {self.client.constants.ENDPOINT} ({reason}). If there is "
+                        f"no network here, run `{self.retry_command}` where there is one, copy its folder to "
+                        "this machine and set DATA_PATH to that; HF_ENDPOINT chooses a mirror")
 
     def counter_class(self, bar: tqdm) -> type[tqdm]:
-        """A class that the client takes for its progress bar, whose instances add their bytes to `bar` and show nothing."""
+        """A progress bar for the client to make: its instances add their bytes to `bar` and show nothing."""
         stop = self.stop
 
         class Counter(tqdm):
@@ -196,7 +217,7 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
-    """Make `folder` hold the validation shard and the first `shards` training shards, all checked; fetch what it lacks."""
+    """Fill `folder` with the validation shard and the first `shards` training shards, all checked."""
     names = names_of(shards)
     with incoming(folder) as staging, ThreadPool(jobs) as pool:  # its threads do not keep the process alive
         manifest = Manifest(folder)
@@ -211,14 +232,18 @@ def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
         published = dict(zip(missing, pool.imap(lambda name: hub.published(name, commit), missing)))
         size = sum(facts.size for facts in published.values())
         if size > (free := shutil.disk_usage(folder).free):
-            raise DataError(f"{folder}: {len(missing)} shards need {size / 1e9:.1f} GB and {free / 1e9:.1f} GB are free; "
-                            "free some or choose another folder with --out")
+            raise DataError(f"{folder}: {len(missing)} shards need {size / 1e9:.1f} GB and {free / 1e9:.1f} "
+                            "GB are free; free some or choose another folder with --out")
         with tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
+            def fetch_one(name: str) -> tuple[str, dict]:
+                return name, hub.fetch(name, published[name], bar)
+
             try:
-                for name, facts in pool.imap_unordered(lambda name: (name, hub.fetch(name, published[name], bar)), missing):
+                for name, facts in pool.imap_unordered(fetch_one, missing):
                     manifest.record(name, facts)  # first: no shard stands there without its SHA-256
                     os.replace(staging / name, folder / name)
-                    tqdm.write(f"{name}: {facts['tokens']:,} tokens, {facts['documents']:,} documents", sys.stderr)
+                    tqdm.write(f"{name}: {facts['tokens']:,} tokens, {facts['documents']:,} documents",
+                               sys.stderr)
             finally:
                 hub.stop.set()
     return manifest
@@ -228,9 +253,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m data.fineweb", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=positive, default=SPEEDRUN_SHARDS, metavar="N",
-                        help=f"training shards of 100 M tokens (default: {SPEEDRUN_SHARDS}, what the speedrun takes)")
-    parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR", help="default: data/shards/fineweb")
-    parser.add_argument("--jobs", type=positive, default=4, metavar="N", help="shards fetched at the same time (default: 4)")
+                        help=f"training shards of 100 M tokens (default: {SPEEDRUN_SHARDS}, what the "
+                             "speedrun takes)")
+    parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR",
+                        help="default: data/shards/fineweb")
+    parser.add_argument("--jobs", type=positive, default=4, metavar="N",
+                        help="shards fetched at the same time (default: 4)")
     arguments = parser.parse_args()
     with one_line_errors("python -m data.fineweb", arguments.out):
         manifest = fetch(arguments.out, arguments.shards, arguments.jobs)

@@ -1,4 +1,4 @@
-"""Batches: which sequences of the shards each step trains on, planned before the run, and the validation text in chunks."""
+"""Batches: which sequences each step trains on, planned before the run, and the validation text in chunks."""
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
@@ -21,7 +21,7 @@ ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 12
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What the loader needs to know beside the shapes of the steps. Messages name these as the settings of a run."""
+    """What the loader needs to know beside the shapes of the steps; all of it are settings of a run."""
     folder: str                 # of token shards (--data_path)
     vocab_size: int             # ids in a shard are below it
     padded_vocab: int           # rows of the head: candidates of a sampled softmax are below it
@@ -44,33 +44,40 @@ class Batch(NamedTuple):
     """Sequences packed end to end. All but `max_length` are tensors."""
     tokens: Tensor          # (n,) int32
     targets: Tensor         # (n,) int32: the next token; -1 is not scored
-    cu_seqlens: Tensor      # (most sequences + 1,) int32: where each sequence starts; all entries after the last are n
-    candidates: Tensor      # (k,) int32, ascending: tokens whose logits are computed, all targets among them; (0,): all
+    cu_seqlens: Tensor      # (most sequences + 1,) int32: where each sequence starts, then n to the end
+    candidates: Tensor      # (k,) int32, ascending: tokens whose logits are computed; (0,): all tokens
     max_length: int         # no sequence is longer
 
 
-# Consecutive sequences of a shard: its number, the first, the end, and how many tokens of the first are gone already.
+# Consecutive sequences of a shard: its number, the first, the end, and how many tokens of the first are gone
+# already.
 Span = tuple[int, int, int, int]
 Sequence = tuple[np.ndarray, int, int]      # a shard's tokens, where in them the sequence starts, its length
 
 
 class Loader:
-    """Training batches as a function of the step's number alone: the same on any number of ranks and for any timing.
+    """Training batches as a function of the step's number alone, on any number of ranks and for any timing.
 
-    Sequences begin where documents do, are cut to the step's length and packed end to end into micro-batches of fixed
-    size, in the order of the shards. The last sequence of a micro-batch is cut to fit. What it leaves over is dropped or,
-    with `keep_tails`, begins the next micro-batch, so that no token is lost. The whole plan, which sequences go where, is
-    made before the run. So too little data is an error then, the number of sequences in a batch has an exact bound, and
-    the position in the data needs no saving. Only the sample of a sampled softmax depends on the seed as well.
+    Sequences begin where documents do, are cut to the step's length and packed end to end into micro-batches
+    of fixed size, in the order of the shards. The last sequence of a micro-batch is cut to fit. What it
+    leaves over is dropped or, with `keep_tails`, begins the next micro-batch, so that no token is lost. The
+    whole plan, which sequences go where, is made before the run. So too little data is an error then, the
+    number of sequences in a batch has an exact bound, and the position in the data needs no saving. Only the
+    sample of a sampled softmax depends on the seed as well.
     """
 
-    def __init__(self, settings: TextSettings, shapes: Seq[StepShape], rank: int, ranks: int, device: torch.device):
-        """`shapes`: of every step of the run. Raises ShardError where the shards are bad or last for fewer steps."""
+    def __init__(self, settings: TextSettings, shapes: Seq[StepShape], rank: int, ranks: int,
+                 device: torch.device):
+        """`shapes`: of every step of the run.
+
+        Raises ShardError where the shards are bad or last for fewer steps.
+        """
         self.settings, self.shapes, self.rank, self.ranks, self.device = settings, shapes, rank, ranks, device
-        self.text = ShardedText(shards_in(settings.folder, "train"), settings.vocab_size, settings.document_start,
-                                settings.keep_tails)
+        self.text = ShardedText(shards_in(settings.folder, "train"), settings.vocab_size,
+                                settings.document_start, settings.keep_tails)
         self.plan = [list(step) for step in self.make_plan()]
-        self.most: dict[int, int] = {}                      # sequences in a micro-batch, by tokens of the step
+        # Sequences in a micro-batch, by tokens of the step.
+        self.most: dict[int, int] = {}
         for shape, micro_batches in zip(shapes, self.plan):
             counts = (sum(last - first for _, first, last, _ in spans) for spans in micro_batches)
             self.most[shape.tokens] = max(self.most.get(shape.tokens, 0), *counts)
@@ -80,7 +87,8 @@ class Loader:
         """The sequences of a micro-batch, whose documents are cut at `cut` tokens."""
         for shard, first, last, gone in spans:
             starts, before = self.text.sequences(shard, cut)
-            tokens = np.asarray(self.text.tokens(shard))    # an array, because slices of a memory map cost more
+            # An array, because slices of a memory map cost more.
+            tokens = np.asarray(self.text.tokens(shard))
             for start, length in zip(starts[first:last].tolist(), np.diff(before[first:last + 1]).tolist()):
                 yield tokens, start + gone, length - gone
                 gone = 0
@@ -88,8 +96,8 @@ class Loader:
     def count_candidates(self) -> dict[int, int]:
         """How many candidates hold the targets of every micro-batch and the sample, by tokens of the step.
 
-        One number for a whole stage keeps its shapes fixed. The targets of what is cut off the last sequence count as
-        well. 190 M tokens take about half a second.
+        One number for a whole stage keeps its shapes fixed. The targets of what is cut off the last sequence
+        count as well. 190 M tokens take about half a second.
         """
         settings, candidates = self.settings, {}
         for shape, micro_batches in zip(self.shapes, self.plan):
@@ -109,7 +117,7 @@ class Loader:
         return self.candidates.get(shape.tokens) if shape.sampled else None
 
     def make_plan(self) -> Iterator[list[list[Span]]]:
-        """The spans of each micro-batch of each step, in order; ShardError where the text ends before the steps do."""
+        """The spans of each micro-batch of each step, in order. ShardError if the text ends too soon."""
         shard, position, epoch, keep = 0, 0, 0, self.settings.keep_tails
         for index, shape in enumerate(self.shapes):
             micro_batches = []
@@ -118,8 +126,8 @@ class Loader:
                 while missing > 0:
                     starts, before = self.text.sequences(shard, shape.sequence_length)
                     first = int(np.searchsorted(starts, position))
-                    # The position may lie inside a sequence: of one that the last micro-batch cut, or of one that
-                    # another stage cut at another length.
+                    # The position may lie inside a sequence: of one that the last micro-batch cut, or of one
+                    # that another stage cut at another length.
                     if keep and first and position < starts[first - 1] + before[first] - before[first - 1]:
                         first -= 1
                     if first == len(starts):
@@ -142,12 +150,13 @@ class Loader:
 
     def too_few(self, index: int) -> str:
         """The message where the text ends in the step `index`."""
-        total, wanted = sum(len(self.text.tokens(i)) for i in range(len(self.text))), [s.tokens for s in self.shapes]
+        total = sum(len(self.text.tokens(i)) for i in range(len(self.text)))
+        wanted = [shape.tokens for shape in self.shapes]
         lasted = sum(wanted[:index]) or total * self.settings.epochs
-        return (f"{self.settings.folder}: {len(self.text)} training shards with {total:,} tokens last for {index} of "
-                f"{len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set --epochs "
-                f"{math.ceil(self.settings.epochs * sum(wanted) / lasted)} or lower --steps to about "
-                f"{min(lasted / sum(wanted), 1):.0%} of what it is")
+        return (f"{self.settings.folder}: {len(self.text)} training shards with {total:,} tokens last for "
+                f"{index} of {len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set "
+                f"--epochs {math.ceil(self.settings.epochs * sum(wanted) / lasted)} or lower --steps to "
+                f"about {min(lasted / sum(wanted), 1):.0%} of what it is")
 
     def batches(self, index: int) -> list[Batch]:
         """This rank's micro-batches of a step, on the host."""
@@ -156,7 +165,8 @@ class Loader:
         batches = []
         for i in range(self.rank * on_each, (self.rank + 1) * on_each):
             sequences = self.sequences(self.plan[index][i], shape.sequence_length)
-            batch = make_batch(sequences, n, self.most[shape.tokens], shape.sequence_length, settings.document_start)
+            batch = make_batch(sequences, n, self.most[shape.tokens], shape.sequence_length,
+                               settings.document_start)
             if count := self.candidates_of(shape):
                 generator = np.random.default_rng([settings.seed % 2**32, index, i])
                 candidates = sample_candidates(batch.targets.numpy(), count, settings.padded_vocab, generator)
@@ -167,13 +177,14 @@ class Loader:
     def prefetch(self, indices: Collection[int]) -> Iterator[list[Batch]]:
         """The batches of these steps, made a few ahead by a thread that also brings them to a GPU.
 
-        The memory of a batch is written over a few steps later, after all work that was launched before the next batch
-        was asked for.
+        The memory of a batch is written over a few steps later, after all work that was launched before the
+        next batch was asked for.
         """
         device, rooms = self.device, []
         if device.type == "cuda":
-            tokens, on_each = max(shape.tokens for shape in self.shapes), self.settings.micro_batches // self.ranks
-            others = max(self.most.values()) + 1 + self.settings.padded_vocab + 4 * ALIGNED      # of a micro-batch
+            # All of a step's tokens and targets, and what each micro-batch of this rank has beside them.
+            tokens, on_each = max(self.most), self.settings.micro_batches // self.ranks
+            others = max(self.most.values()) + 1 + self.settings.padded_vocab + 4 * ALIGNED
             largest = 2 * tokens // self.ranks + on_each * others
             rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], torch.cuda.Stream(device)
 
@@ -186,7 +197,8 @@ class Loader:
             with ThreadPoolExecutor(1) as thread:
                 while True:
                     wanted = islice(rest, AHEAD + 1 - len(ahead))
-                    ahead.extend((thread.submit(make, index, room), room) for index, room in zip(wanted, in_turn))
+                    ahead.extend((thread.submit(make, index, room), room)
+                                 for index, room in zip(wanted, in_turn))
                     if not ahead:
                         return
                     made, room = ahead.popleft()
@@ -205,14 +217,16 @@ class Room:
     def __init__(self, size: int, device: torch.device):
         self.here = torch.empty(size, dtype=torch.int32, pin_memory=True)
         self.there = torch.empty(size, dtype=torch.int32, device=device)
-        self.ready, self.left = torch.cuda.Event(), torch.cuda.Event()      # the copy has arrived; its last reader ended
+        # Events: the copy has arrived; the last reader of the copy has ended.
+        self.ready, self.left = torch.cuda.Event(), torch.cuda.Event()
 
     def bring(self, batches: list[Batch], stream: torch.cuda.Stream) -> list[Batch]:
         """Copy them to the GPU in one piece, on `stream`; they are there once `ready` is."""
         tensors = [x for batch in batches for x in batch[:-1]]
         sizes = [round_up(x.numel(), ALIGNED) for x in tensors]
         total = sum(sizes)
-        self.ready.synchronize()                            # the copy of what this memory held before has ended
+        # The copy of what this memory held before has ended.
+        self.ready.synchronize()
         for piece, x in zip(self.here[:total].split(sizes), tensors):
             piece[:x.numel()].copy_(x)
         with torch.cuda.stream(stream):
@@ -236,17 +250,18 @@ def to_device(batch: Batch, device: torch.device, copy: bool = False) -> Batch:
 
 def validation_batches(settings: TextSettings, tokens: int, chunk: int, sequence_length: int,
                        multiple: int = 1) -> list[Batch]:
-    """The first `tokens` of the validation stream in chunks of `chunk`: every token after the first is a target once.
+    """The first `tokens` of the validation stream in chunks; every token after the first is a target once.
 
-    The sequences are the documents, in pieces of `sequence_length` if longer, whatever the chunk. A chunk holds whole
-    sequences and is filled up with tokens that are not scored. Empty chunks make the number of chunks a `multiple`.
+    The sequences are the documents, in pieces of `sequence_length` if longer, whatever the chunk. A chunk
+    holds whole sequences and is filled up with tokens that are not scored. Empty chunks make the number of
+    chunks a `multiple`.
     """
     paths = shards_in(settings.folder, "val")
     pieces = (open_shard(path, settings.vocab_size)[:tokens + 1] for path in paths)
     text = np.concatenate([np.zeros(0, np.uint16), *pieces])[:tokens + 1]
     if len(text) <= tokens:
-        raise ShardError(f"{settings.folder}: {len(text):,} validation tokens, --val_tokens {tokens} needs one more than "
-                         f"it scores; add shards or set --val_tokens {len(text) - 1}")
+        raise ShardError(f"{settings.folder}: {len(text):,} validation tokens, --val_tokens {tokens} needs "
+                         f"one more than it scores; add shards or set --val_tokens {len(text) - 1}")
     starts = np.union1d([0], document_starts(text[:tokens], settings.document_start))
     starts, ends = cut_documents(starts, tokens, sequence_length, keep_tails=True)
     chunks, filled = [], chunk
@@ -256,6 +271,7 @@ def validation_batches(settings: TextSettings, tokens: int, chunk: int, sequence
             filled = 0
         chunks[-1].append((text, start, length))
         filled += length
-    chunks += [[]] * (-len(chunks) % multiple)      # ranks score in step, because they look up rows for each other
+    # Ranks score in step, because they look up rows for each other.
+    chunks += [[]] * (-len(chunks) % multiple)
     most = max(map(len, chunks)) + math.ceil(chunk / sequence_length)       # with what fills a chunk up
     return [make_batch(each, chunk, most, sequence_length, settings.document_start) for each in chunks]

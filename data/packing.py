@@ -15,7 +15,8 @@ def round_up(n: int, multiple: int) -> int:
 def cut_documents(starts: np.ndarray, end: int, cut: int, keep_tails: bool) -> tuple[np.ndarray, np.ndarray]:
     """Starts and ends of the sequences of documents that begin at `starts`, the last of which ends at `end`.
 
-    A sequence has at most `cut` tokens. What a longer document leaves over is dropped, or cut again if `keep_tails`.
+    A sequence has at most `cut` tokens. What a longer document leaves over is dropped, or cut again if
+    `keep_tails`.
     """
     ends = np.append(starts[1:], end)
     if not keep_tails:
@@ -28,11 +29,12 @@ def cut_documents(starts: np.ndarray, end: int, cut: int, keep_tails: bool) -> t
 
 def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, longest: int,
          document_start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sequences (text, start, length) end to end as tokens (n,), targets (n,) and cu_seqlens (most + 1,), all int32.
+    """Sequences (text, start, length) as tokens (n,), targets (n,) and cu_seqlens (most + 1,), all int32.
 
-    A target is the token that follows in the text; after a text's last token it is the start of a document. The last
-    sequence is cut to fit. Places left over become sequences of at most `longest` tokens with targets -1, which are not
-    scored. `cu_seqlens` holds where each sequence starts; its entries after the last sequence are n.
+    A target is the token that follows in the text; after a text's last token it is the start of a document.
+    The last sequence is cut to fit. Places left over become sequences of at most `longest` tokens with
+    targets -1, which are not scored. `cu_seqlens` holds where each sequence starts; its entries after the
+    last sequence are n.
     """
     tokens, targets = np.zeros(n, np.int32), np.full(n, -1, np.int32)
     cu_seqlens = [0]
@@ -52,7 +54,8 @@ def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, lo
     return tokens, targets, np.array(cu_seqlens + [n] * (most + 1 - len(cu_seqlens)), np.int32)
 
 
-def sample_candidates(targets: np.ndarray, count: int, vocabulary: int, generator: np.random.Generator) -> np.ndarray:
+def sample_candidates(targets: np.ndarray, count: int, vocabulary: int,
+                      generator: np.random.Generator) -> np.ndarray:
     """`count` tokens, ascending, int32: the targets (n,), without -1, and a uniform sample of the rest."""
     chosen = np.zeros(vocabulary, bool)
     chosen[targets[targets >= 0]] = True
@@ -81,15 +84,15 @@ class ShardedText:
         return len(self.paths)
 
     def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (n,) uint16, memory-mapped, and document starts (documents,) int64; ShardError if there are none."""
+        """Tokens (n,) uint16, memory-mapped, and document starts (documents,) int64; ShardError if none."""
         if shard not in self.opened:
             path = self.paths[shard]
             tokens = open_shard(path, self.vocab_size)
             starts = document_starts(tokens, self.document_start)
             if not len(starts):
-                raise ShardError(f"{path}: no document starts with token {self.document_start}, its largest id is "
-                                 f"{tokens.max()}; train with the preset that fits it or "
-                                 f"--vocab_size {int(tokens.max()) + 1}")
+                raise ShardError(f"{path}: no document starts with token {self.document_start}, its largest "
+                                 f"id is {tokens.max()}; train with the preset that fits it or --vocab_size "
+                                 f"{int(tokens.max()) + 1}")
             self.opened[shard] = tokens, starts
         return self.opened[shard]
 
@@ -97,7 +100,7 @@ class ShardedText:
         return self.open(shard)[0]
 
     def sequences(self, shard: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where the shard's sequences start, and the sum of the lengths before each and at the end (one entry more)."""
+        """Where the shard's sequences start, (n,), and the lengths' sum before each and of all, (n + 1,)."""
         if (shard, cut) not in self.cuts:
             tokens, starts = self.open(shard)
             starts, ends = cut_documents(starts, len(tokens), cut, self.keep_tails)

@@ -1,12 +1,12 @@
-"""A look into token shards: documents, tokens, lengths, the first texts, and whether the schedule of a preset fits.
+"""A look into token shards: documents, tokens, lengths, first texts, and whether a preset's schedule fits.
 
     python -m data.peek data/shards/fineweb                     all shards of a folder
     python -m data.peek data/shards/fineweb/fineweb_val_000000.bin --documents 10
     python -m data.peek data/shards/mine --vocabulary gpt2.tiktoken
-    python -m data.peek data/shards/fineweb --ids               ids in place of text: needs no vocabulary
+    python -m data.peek data/shards/fineweb --ids               ids, not text: needs no vocabulary
 
-Every document begins with the vocabulary's last id, so the largest id of a shard is taken for the start token, and tells
-the vocabulary: 256 is bytes, 50256 GPT-2's.
+Every document begins with the vocabulary's last id, so the largest id of a shard is taken for the start
+token, and tells the vocabulary: 256 is bytes, 50256 GPT-2's.
 """
 import argparse
 import itertools
@@ -22,7 +22,8 @@ from data.shards import document_starts, find_shards, open_shard
 from data.vocabulary import BytePairs, Bytes, load_vocabulary
 
 TEXT_LENGTH = 400  # characters shown of a document
-# What the schedules of train_gpt.py want: {tokens a document is cut to: tokens of sequences}, by preset, by start token.
+# What the schedules of train_gpt.py want: {tokens a document is cut to: tokens of sequences}, by preset, by
+# start token.
 SCHEDULES = {
     50256: {"speedrun": {896: 1270 * 131_072 // 3, 2048: 1270 * (262_144 + 393_216) // 3 + 15 * 393_216},
             "medium": {896: 4500 * 262_144 // 3, 2048: 4500 * (393_216 + 524_288) // 3 + 30 * 524_288},
@@ -39,21 +40,27 @@ class Shard(NamedTuple):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, (documents,) int64, its start token included, what stands before the first left out."""
+        """Tokens of each document with its start token, (documents,) int64, from the first start on."""
         return np.diff(self.starts, append=len(self.tokens))
 
 
 def open_all(inputs: list[Path]) -> tuple[list[Shard], int]:
-    """The shards that `inputs` (files and folders) name, and their start token. DataError if one does not fit the others."""
-    paths = [path for place in inputs for path in (sorted(place.glob("*.bin")) if place.is_dir() else [place])]
+    """The shards that `inputs` (files and folders) name, and their start token.
+
+    DataError if one does not fit the others.
+    """
+    paths = [path for place in inputs
+             for path in (sorted(place.glob("*.bin")) if place.is_dir() else [place])]
     if not paths:
-        raise DataError(f"{inputs[0]}: no shards (*.bin) in it; make some with python -m data.text or data.fineweb")
+        raise DataError(f"{inputs[0]}: no shards (*.bin) in it; make some with python -m data.text or "
+                        "data.fineweb")
     tokens = [open_shard(path) for path in paths]
     largest = [int(shard.max()) for shard in tokens]
     if min(largest) != max(largest):
         odd = paths[largest.index(min(largest))]
-        raise DataError(f"{odd}: its largest id is {min(largest)}, that of other shards {max(largest)}; either it holds no "
-                        "document start or the shards are of different vocabularies: look at them apart")
+        raise DataError(f"{odd}: its largest id is {min(largest)}, that of other shards {max(largest)}; "
+                        "either it holds no document start or the shards are of different vocabularies: look "
+                        "at them apart")
     bos = largest[0]
     return [Shard(path, shard, document_starts(shard, bos)) for path, shard in zip(paths, tokens)], bos
 
@@ -69,7 +76,7 @@ def table(shards: list[Shard]) -> str:
 
 
 def histogram(lengths: np.ndarray) -> str:
-    """Bars for the lengths of documents, (documents,), in doublings: their share of the documents and of the tokens."""
+    """Bars for the lengths (documents,) in doublings: their share of the documents and of the tokens."""
     space = max(10, min(60, shutil.get_terminal_size().columns - 44))
     doubling = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     documents, tokens = np.bincount(doubling), np.bincount(doubling, weights=lengths)
@@ -77,25 +84,28 @@ def histogram(lengths: np.ndarray) -> str:
     for power in range(int(doubling.min()), int(doubling.max()) + 1):
         shortest = 2 ** (power - 1) + 1 if power else 1
         bar = "█" * round(space * documents[power] / documents.max())
-        lines.append(f"{f'{shortest:,}–{2**power:,}':>21} {documents[power]:10,} {documents[power] / len(lengths):7.1%} "
-                     f"{tokens[power] / lengths.sum():7.1%} {bar}".rstrip())
+        lines.append(f"{f'{shortest:,}–{2**power:,}':>21} {documents[power]:10,} "
+                     f"{documents[power] / len(lengths):7.1%} {tokens[power] / lengths.sum():7.1%} "
+                     f"{bar}".rstrip())
     return "\n".join(lines)
 
 
 def schedule_fit(lengths: np.ndarray, total: int, bos: int) -> str:
-    """For each preset of this vocabulary what its cuts leave of documents of these lengths, and how long `total` tokens last.
+    """For each preset of this vocabulary: what its cuts leave of such documents, how long the tokens last.
 
     A vocabulary that no preset is made for is held to the small preset.
     """
     lines = []
     for preset, schedule in SCHEDULES.get(bos, SCHEDULES[256]).items():
-        left = {cut: 1.0 if preset in KEEP_TAILS else np.minimum(lengths, cut).sum() / total for cut in schedule}
+        left = {cut: 1.0 if preset in KEEP_TAILS else np.minimum(lengths, cut).sum() / total
+                for cut in schedule}
         taken = sum(wanted / left[cut] for cut, wanted in schedule.items())
         setting = "" if bos in SCHEDULES else f" --vocab_size {bos + 1}"
         cuts = ", ".join(f"{cut:,} leaves {share:.1%}" for cut, share in left.items())
-        lines.append(f"--preset {preset}{setting} takes about {taken:,.0f} tokens of training shards like these (cutting documents at "
-                     f"{cuts}); there are {total:,}: {taken / total:.2f} epochs, "
-                     + ("it fits." if taken <= total else f"it does not fit in one; --epochs {math.ceil(taken / total)} does."))
+        more = f"it does not fit in one; --epochs {math.ceil(taken / total)} does."
+        lines.append(f"--preset {preset}{setting} takes about {taken:,.0f} tokens of training shards like "
+                     f"these (cutting documents at {cuts}); there are {total:,}: {taken / total:.2f} epochs, "
+                     + ("it fits." if taken <= total else more))
     return "\n".join(lines)
 
 
@@ -111,20 +121,25 @@ def first_documents(shards: list[Shard], count: int, vocabulary: Bytes | BytePai
     parts = []
     for shard, i in documents:
         length = int(shard.lengths[i])
-        tokens = shard.tokens[shard.starts[i]:shard.starts[i] + min(length, TEXT_LENGTH)]  # enough for the text shown
+        # Enough for the text shown.
+        tokens = shard.tokens[shard.starts[i]:shard.starts[i] + min(length, TEXT_LENGTH)]
         text = printable(vocabulary.decode(tokens)) if vocabulary else " ".join(map(str, tokens[:64]))
         parts.append(f"── {shard.path.name}, document {i:,}, {length:,} tokens ──\n{text}")
     return "\n\n".join(parts)
 
 
 def choose_vocabulary(arguments: argparse.Namespace, bos: int) -> Bytes | BytePairs | None:
-    """The vocabulary asked for, or the one that the start token tells; None means ids. Says so where one is missing."""
+    """The vocabulary asked for, or the one that the start token tells; None means ids.
+
+    Says so where one is missing.
+    """
     if arguments.ids:
         return None
     known = {256: "bytes", 50256: "gpt2"}
     choice = "bytes" if arguments.bytes else arguments.vocabulary or known.get(bos)
     if choice is None:
-        print(f"No vocabulary is known whose last id is {bos}: ids are shown; give it with --vocabulary FILE.\n")
+        print(f"No vocabulary is known whose last id is {bos}: ids are shown; give it with --vocabulary "
+              "FILE.\n")
         return None
     try:
         vocabulary = load_vocabulary(choice)
@@ -134,8 +149,8 @@ def choose_vocabulary(arguments: argparse.Namespace, bos: int) -> Bytes | BytePa
         print(f"Ids are shown, because {error}.\n")
         return None
     if vocabulary.bos != bos:
-        raise DataError(f"the vocabulary {vocabulary.name} ends with id {vocabulary.bos}, the shards with {bos}; "
-                        "choose another with --vocabulary FILE or --bytes, or --ids to see ids")
+        raise DataError(f"the vocabulary {vocabulary.name} ends with id {vocabulary.bos}, the shards with "
+                        f"{bos}; choose another with --vocabulary FILE or --bytes, or --ids to see ids")
     return vocabulary
 
 
@@ -143,7 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m data.peek", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shards", nargs="+", type=Path, metavar="SHARD", help="shard, or folder of shards")
-    parser.add_argument("--documents", type=int, default=3, metavar="N", help="documents to show (default: 3)")
+    parser.add_argument("--documents", type=int, default=3, metavar="N",
+                        help="documents to show (default: 3)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--bytes", action="store_true", help="the tokens are bytes")
     which.add_argument("--vocabulary", type=Path, metavar="FILE", help="ranks, as for python -m data.text")

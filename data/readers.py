@@ -1,4 +1,4 @@
-"""From files, folders and standard input to documents, one at a time, in an order that does not depend on the machine."""
+"""From files, folders and standard input to documents, one at a time, in the same order on every machine."""
 import codecs
 import gzip
 import json
@@ -23,33 +23,38 @@ MAX_DOCUMENT = 1 << 26  # bytes; bounds the memory that one document takes
 
 
 class Documents:
-    """The documents of `inputs` (files, folders, "-" for standard input); iterating gives the bytes of each, none empty.
+    """The documents of `inputs` (files, folders, "-" for standard input): iterating gives each one's bytes.
 
-    `kind` ("text", "jsonl", "parquet") overrides the endings of names; `split` (a key of SEPARATORS) says what separates
-    documents in plain text; `field` is the field or column that holds the text; `utf8`: "any" takes bytes as they are,
-    "strict" refuses what is not UTF-8, "replace" puts U+FFFD in its place. DataError names the file and the place.
+    `kind` ("text", "jsonl", "parquet") overrides the endings of names; `split` (a key of SEPARATORS) says
+    what separates documents in plain text; `field` is the field or column that holds the text; `utf8`: "any"
+    takes bytes as they are, "strict" refuses what is not UTF-8, "replace" puts U+FFFD there. DataError
+    names the file and the place.
     """
 
     def __init__(self, inputs: list[str], kind: str | None = None, split: str = "file", field: str = "text",
                  utf8: str = "strict") -> None:
         self.kind, self.split, self.field, self.utf8 = kind, split, field, utf8
         self.files = [file for name in inputs for file in self.find(name)]
-        self.total = None if "-" in self.files else sum(os.path.getsize(f) for f in self.files)  # bytes on disk
+        # Bytes on disk, of which a progress bar shows how many were read.
+        self.total = None if "-" in self.files else sum(os.path.getsize(f) for f in self.files)
         self.position = 0  # bytes read so far, for a progress bar
 
     def find(self, name: str) -> list[str]:
-        """The files that an input names; in a folder those whose format is known (with `kind` all), sorted, no hidden ones."""
+        """The files of an input, sorted: in a folder all of known format (or `kind`) but hidden ones."""
         path = Path(name)
         if name == "-" or path.is_file():
             if self.kind or name == "-" or file_format(name):
                 return [name]
-            raise DataError(f"{name}: cannot tell the format from the name; say --format text, jsonl or parquet")
+            raise DataError(f"{name}: cannot tell the format from the name; say --format text, jsonl or "
+                            "parquet")
         if not path.is_dir():
             raise DataError(f"{name}: no such file or folder")
-        files = (p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts))
+        files = (p for p in path.rglob("*")
+                 if not any(part.startswith(".") for part in p.relative_to(path).parts))
         found = [str(p) for p in sorted(files) if p.is_file() and (self.kind or file_format(p.name))]
         if not found:
-            raise DataError(f"{name}: holds no {', '.join(FORMATS)} (nor .gz or .zst of these); for other names say --format")
+            raise DataError(f"{name}: holds no {', '.join(FORMATS)} (nor .gz or .zst of these); for other "
+                            "names say --format")
         return found
 
     def __iter__(self) -> Iterator[bytes]:
@@ -76,7 +81,8 @@ class Documents:
             yield from read_parquet(name, seekable(stream), self.field)
         elif kind == "jsonl":
             lines = split_stream(name, stream, "line")
-            yield from (json_field(line, self.field, f"{name}:{number}") for number, line in enumerate(lines, 1))
+            yield from (json_field(line, self.field, f"{name}:{number}")
+                        for number, line in enumerate(lines, 1))
         else:
             yield from split_stream(name, stream, self.split)
 
@@ -90,12 +96,13 @@ class Documents:
         except UnicodeDecodeError as error:
             if self.utf8 == "replace":
                 return document.decode(errors="replace").encode()
-            raise DataError(f"{where}: byte {error.start:,} is not UTF-8 ({document[error.start]:#04x}); convert the file, "
-                            "or use --replace-invalid to put U+FFFD there, or --bytes to take bytes as they are")
+            raise DataError(f"{where}: byte {error.start:,} is not UTF-8 ({document[error.start]:#04x}); "
+                            "convert the file, or use --replace-invalid to put U+FFFD there, or --bytes to "
+                            "take bytes as they are")
 
 
 def file_format(name: str) -> str | None:
-    """The value of FORMATS for the ending of the name, in any case, .gz or .zst left out; None when it is another."""
+    """The value of FORMATS for the ending of the name before .gz or .zst, in any case; None for others."""
     return FORMATS.get(Path(re.sub(r"\.(gz|zst)$", "", name.lower())).suffix)
 
 
@@ -105,7 +112,8 @@ def arrow():
         import pyarrow.parquet
         return pyarrow
     except ImportError:
-        raise DataError("pyarrow is not installed, which .parquet and .zst need: pip install -r requirements.txt")
+        raise DataError("pyarrow is not installed, which .parquet and .zst need: pip install -r "
+                        "requirements.txt")
 
 
 def decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
@@ -116,8 +124,9 @@ def decompressed(file: BinaryIO, suffix: str) -> BinaryIO:
 
 
 def seekable(stream: BinaryIO) -> BinaryIO:
-    """`stream`, copied to an unnamed file if one cannot go back in it: a parquet file is read from its end."""
-    if stream.seekable() and not isinstance(stream, gzip.GzipFile):  # gzip goes back by reading again from the start
+    """`stream`, copied to an unnamed file if it cannot go back, since Parquet is read from its end."""
+    # Gzip can go back, but only by reading again from the start.
+    if stream.seekable() and not isinstance(stream, gzip.GzipFile):
         return stream
     copy = tempfile.TemporaryFile()
     shutil.copyfileobj(stream, copy, BLOCK)
@@ -126,7 +135,7 @@ def seekable(stream: BinaryIO) -> BinaryIO:
 
 
 def split_stream(name: str, stream: BinaryIO, split: str) -> Iterator[bytes]:
-    """The stream cut at the separators (dropped), or whole when there is none, holding one document at a time."""
+    """The stream without its separators, cut at them, or whole. Memory holds one document at a time."""
     separator, strip = SEPARATORS[split]
     rest = b""
     while block := stream.read(BLOCK):
@@ -137,8 +146,8 @@ def split_stream(name: str, stream: BinaryIO, split: str) -> Iterator[bytes]:
             yield from (document.strip(strip) for document in documents)
             rest = last + rest[len(body):]
         if len(rest) > MAX_DOCUMENT:
-            raise DataError(f"{name}: a document of more than {MAX_DOCUMENT >> 20} MiB; say with --split what separates "
-                            "documents (line, blank, nul), or split the file")
+            raise DataError(f"{name}: a document of more than {MAX_DOCUMENT >> 20} MiB; say with --split "
+                            "what separates documents (line, blank, nul), or split the file")
     yield from (document.strip(strip) for document in (separator.split(rest) if separator else [rest]))
 
 
@@ -152,11 +161,14 @@ def json_field(line: bytes, field: str, where: str) -> bytes:
         raise DataError(f"{where}: not JSON ({error})")
     if not isinstance(record, dict) or field not in record:
         found = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
-        raise DataError(f"{where}: no field {field!r} (found: {found}); name the one that holds the text with --field")
+        raise DataError(f"{where}: no field {field!r} (found: {found}); name the one that holds the text "
+                        "with --field")
     text = record[field]
     if text is not None and not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r} is a {type(text).__name__}, not text; choose another with --field")
-    # Half a surrogate pair has no UTF-8: its three bytes go on to the check of the document, which reports or replaces it.
+        raise DataError(f"{where}: field {field!r} is a {type(text).__name__}, not text; choose another with "
+                        "--field")
+    # Half a surrogate pair has no UTF-8: its three bytes go on to the check of the document, which reports or
+    # replaces it.
     return (text or "").encode(errors="surrogatepass")
 
 

@@ -1,8 +1,8 @@
 """Token shards: the one file format that everything here reads and writes.
 
-A shard is 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros), then the tokens as uint16. Each
-document begins with the vocabulary's last token (GPT-2: 50256, `<|endoftext|>`; bytes: 256). This is the format of the
-public pre-tokenised FineWeb shards.
+A shard is 256 little-endian int32 (magic 20240520, version 1, number of tokens, zeros), then the tokens as
+uint16. Each document begins with the vocabulary's last token (GPT-2: 50256, `<|endoftext|>`; bytes: 256).
+This is the format of the public pre-tokenised FineWeb shards.
 """
 import contextlib
 import fcntl
@@ -26,7 +26,7 @@ class ShardError(DataError):
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """Write `tokens` (n,), ids 0..65535, as a shard that either is whole or does not exist (temporary file, then rename)."""
+    """Write `tokens` (n,), ids 0..65535, as a shard. It is renamed once whole, so no partial one exists."""
     path = Path(path)
     if len(tokens) and (int(tokens.max()) > 65535 or int(tokens.min()) < 0):
         raise ShardError(f"{path}: token id {int(tokens.max())} does not fit the 16 bits of a shard; "
@@ -48,7 +48,9 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 
 def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
-    """Memory-map the tokens of a shard: (n,) uint16, read-only. ShardError if it is not a whole shard of this format.
+    """Memory-map the tokens of a shard: (n,) uint16, read-only.
+
+    ShardError if it is not a whole shard of this format.
 
     With `vocab_size`, ids are checked against it too, which reads the whole file.
     """
@@ -57,20 +59,22 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
     header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
     if len(header) < HEADER_INTS or header[0] != MAGIC:
         found = f"magic {header[0]}" if len(header) else "an empty file"
-        raise ShardError(f"{path}: not a token shard (expected magic {MAGIC}, found {found}); remove it or fetch it again")
+        raise ShardError(f"{path}: not a token shard (expected magic {MAGIC}, found {found}); remove it or "
+                         "fetch it again")
     if header[1] != VERSION:
         raise ShardError(f"{path}: shard version {header[1]}, expected {VERSION}; "
                          "convert it again with this program's data tools")
     expected = HEADER_BYTES + 2 * int(header[2])
     if size != expected:
-        raise ShardError(f"{path}: {size:,} bytes, but its header promises {header[2]:,} tokens = {expected:,} bytes; "
-                         "it is truncated or damaged: fetch it again")
+        raise ShardError(f"{path}: {size:,} bytes, but its header promises {header[2]:,} tokens = "
+                         f"{expected:,} bytes; it is truncated or damaged: fetch it again")
     if header[2] <= 0:
         raise ShardError(f"{path}: holds no tokens; remove it")
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
     if vocab_size is not None and int(tokens.max()) >= vocab_size:
-        raise ShardError(f"{path}: token id {int(tokens.max())} is outside the vocabulary of {vocab_size}; if it is not "
-                         f"damaged, train with the preset that fits it or --vocab_size {int(tokens.max()) + 1}")
+        raise ShardError(f"{path}: token id {int(tokens.max())} is outside the vocabulary of {vocab_size}; "
+                         "if it is not damaged, train with the preset that fits it or --vocab_size "
+                         f"{int(tokens.max()) + 1}")
     return tokens
 
 
@@ -82,7 +86,7 @@ def document_starts(tokens: np.ndarray, bos: int) -> np.ndarray:
 
 
 def find_shards(folder: Path, split: str) -> list[Path]:
-    """The shards of a split ("train" or "val") in a folder, in order: `train_000000.bin`, `fineweb_train_000001.bin`, …"""
+    """The shards of a split ("train" or "val") in a folder, in order: `fineweb_train_000001.bin`, …"""
     return sorted(p for p in Path(folder).glob("*.bin") if f"_{split}_" in f"_{p.name}")
 
 
@@ -90,16 +94,18 @@ def shards_in(folder: str, split: str) -> list[Path]:
     """As `find_shards`; ShardError if there are none or the folder's name is empty."""
     paths = find_shards(Path(folder), split) if folder else []
     if not paths:
-        raise ShardError(f"no {split} shards (*{split}_*.bin) in {folder or 'an unset DATA_PATH'}; set DATA_PATH to a folder that "
-                         "python -m data.fineweb or data.text has filled, or train on the embedded corpus with --preset cpu")
+        raise ShardError(f"no {split} shards (*{split}_*.bin) in {folder or 'an unset DATA_PATH'}; set "
+                         "DATA_PATH to a folder that python -m data.fineweb or data.text has filled, or "
+                         "train on the embedded corpus with --preset cpu")
     return paths
 
 
 @contextlib.contextmanager
 def incoming(folder: Path) -> Iterator[Path]:
-    """An empty sub-folder of `folder` for shards that are not ready, on the same file system, removed at the end.
+    """An empty sub-folder of `folder` for shards that are not ready yet, removed at the end.
 
-    One process at a time has it: the next waits. What a killed process left there goes too. `find_shards` does not see it.
+    One process at a time has it: the next waits. What a killed process left there goes too. `find_shards`
+    does not see it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     staging = folder / ".incoming"

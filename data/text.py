@@ -2,17 +2,17 @@
 
     python -m data.text INPUT… --out DIR
 
-    python -m data.text books/ notes.md --out data/shards/books           GPT-2's vocabulary, a file is a document
+    python -m data.text books/ notes.md --out data/shards/books      GPT-2's vocabulary; a file is a document
     python -m data.text corpus.txt --split blank --out data/shards/mine   documents end at blank lines
     python -m data.text dump.jsonl.zst --field body --out data/shards/dump
     cat *.log | python -m data.text - --split line --bytes --out data/shards/logs
     DATA_PATH=data/shards/books ./run.sh                                  train on it
 
-INPUT is a file (.txt, .md, .jsonl, .parquet, each also .gz or .zst), a folder of such files, or - for standard input.
-Each document gets its start token and stays in one piece. A document goes into validation if the hash of its bytes falls
-into the share that is held out, so it stays there whatever else is added, and copies of it never stand on both sides.
-The shards are the same for any number of workers, and appear in DIR only when all are done. Memory: a shard of each split
-and a few MB for each worker, however long the input.
+INPUT is a file (.txt, .md, .jsonl, .parquet, each also .gz or .zst), a folder of such files, or - for
+standard input. Each document gets its start token and stays in one piece. A document goes into validation if
+the hash of its bytes falls into the share that is held out, so it stays there whatever else is added, and
+copies of it never stand on both sides. The shards are the same for any number of workers, and appear in DIR
+only when all are done. Memory: a shard of each split and a few MB for each worker, however long the input.
 """
 import argparse
 import functools
@@ -65,14 +65,15 @@ def batches(documents: Iterable[bytes]) -> Iterator[list[bytes]]:
 
 
 def in_order(function: Callable, jobs: Iterable, workers: int) -> Iterator:
-    """`map(function, jobs)` on `workers` processes, results in the order of the jobs, few of them in memory at a time."""
+    """`map(function, jobs)` on `workers` processes, in order, with few results in memory at a time."""
     if workers == 1:
         yield from map(function, jobs)
         return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
 
     def submit(job) -> Future:
-        # Ctrl-C reaches all processes; only this one is to answer. Those that the pool starts here inherit the mask.
+        # Ctrl-C reaches all processes; only this one is to answer. Those that the pool starts here inherit
+        # the mask.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return pool.submit(function, job)
@@ -87,13 +88,14 @@ def in_order(function: Callable, jobs: Iterable, workers: int) -> Iterator:
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
-        raise DataError(f"a worker process died, perhaps for lack of memory; try fewer: --workers {max(1, workers // 2)}")
+        raise DataError("a worker process died, perhaps for lack of memory; try fewer: --workers "
+                        f"{max(1, workers // 2)}")
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 class ShardWriter:
-    """Writes documents one after another into shards `{split}_000000.bin`, … of at most `size` tokens each."""
+    """Writes documents one after another into shards `{split}_000000.bin`, … of at most `size` tokens."""
 
     def __init__(self, folder: Path, split: str, size: int) -> None:
         self.folder, self.split = folder, split
@@ -102,8 +104,9 @@ class ShardWriter:
 
     def add(self, tokens: np.ndarray) -> None:  # (n,) uint16, one document
         if len(tokens) > len(self.buffer):
-            raise DataError(f"a document of {len(tokens):,} tokens does not fit a shard of {len(self.buffer):,}; "
-                            "raise --shard-tokens, or say with --split what separates documents")
+            raise DataError(f"a document of {len(tokens):,} tokens does not fit a shard of "
+                            f"{len(self.buffer):,}; raise --shard-tokens, or say with --split what separates "
+                            "documents")
         if self.filled + len(tokens) > len(self.buffer):
             self.flush()
         self.buffer[self.filled:self.filled + len(tokens)] = tokens
@@ -119,14 +122,17 @@ class ShardWriter:
 
 def build(documents: Documents, folder: Path, vocabulary: str | Path = "gpt2", share: float = 0.01,
           shard_tokens: int = SHARD_TOKENS, workers: int = 1) -> list[ShardWriter]:
-    """Tokenise `documents` into shards in `folder`, which may not hold any yet; returns the two finished writers.
+    """Tokenise `documents` into shards in `folder`, which holds none yet; returns the two finished writers.
 
-    `share` of the documents, by hash, is held out for validation. Either all shards appear in `folder` or none.
+    `share` of the documents, by hash, is held out for validation. Either all shards appear in `folder` or
+    none.
     """
     load_vocabulary(vocabulary)  # a bad one is reported before any process starts
-    with incoming(folder) as staging, tqdm(total=documents.total, unit="B", unit_scale=True, disable=None) as bar:
+    with incoming(folder) as staging, tqdm(total=documents.total, unit="B", unit_scale=True,
+                                           disable=None) as bar:
         if any(folder.glob("*.bin")):
-            raise DataError(f"{folder} already holds shards; choose another folder with --out, or: rm {folder}/*.bin")
+            raise DataError(f"{folder} already holds shards; choose another folder with --out, or: rm "
+                            f"{folder}/*.bin")
         writers = [ShardWriter(staging, split, shard_tokens) for split in ("train", "val")]
         for results in in_order(functools.partial(tokenise, vocabulary, share), batches(documents), workers):
             for validation, tokens in results:
@@ -147,8 +153,9 @@ def check_split(writers: list[ShardWriter], share: float) -> None:
         raise DataError("the input holds no text")
     if 0 < share < 1 and not all(writer.documents for writer in writers):
         empty, full = sorted(writers, key=lambda writer: writer.documents)
-        raise DataError(f"none of the {documents:,} documents fell into {empty.split}; change --validation (now {share}; "
-                        f"{int(full.split == 'val')} gives {full.split} alone), or say with --split what divides documents")
+        raise DataError(f"none of the {documents:,} documents fell into {empty.split}; change --validation "
+                        f"(now {share}; {int(full.split == 'val')} gives {full.split} alone), or say with "
+                        "--split what divides documents")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -156,20 +163,30 @@ def parse_arguments() -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
     option("inputs", nargs="+", metavar="INPUT")
-    option("--out", type=Path, required=True, metavar="DIR", help="folder for the shards, with none in it yet")
+    option("--out", type=Path, required=True, metavar="DIR",
+           help="folder for the shards, with none in it yet")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--bytes", action="store_true", help="a token is a byte (256 starts a document); needs no vocabulary")
+    which.add_argument("--bytes", action="store_true",
+                       help="a token is a byte (256 starts a document); needs no vocabulary")
     which.add_argument("--vocabulary", type=Path, metavar="FILE",
-                       help="ranks, a `base64-token rank` a line, in place of GPT-2's, which tiktoken fetches once")
-    option("--format", choices=["text", "jsonl", "parquet"], help="of every file, whatever its name (default: by its name; text for -)")
+                       help="ranks, a `base64-token rank` a line, instead of GPT-2's, which tiktoken "
+                            "fetches once")
+    option("--format", choices=["text", "jsonl", "parquet"],
+           help="of every file, whatever its name (default: by its name; text for -)")
     option("--split", choices=list(SEPARATORS), default="file",
-           help="what ends a document in plain text: the file (default), a line break, blank lines, a NUL byte")
-    option("--field", default="text", help="field or column that holds the text in .jsonl and .parquet (default: text)")
-    option("--replace-invalid", action="store_true", help="put U+FFFD where the input is not UTF-8 (default: stop there)")
-    option("--validation", type=share_of_one, default=0.01, metavar="SHARE", help="share held out (default: 0.01)")
-    option("--shard-tokens", type=positive, default=SHARD_TOKENS, metavar="N", help=f"default: {SHARD_TOKENS:,}")
+           help="what ends a document in plain text: the file (default), a line break, blank lines, a NUL "
+                "byte")
+    option("--field", default="text",
+           help="field or column that holds the text in .jsonl and .parquet (default: text)")
+    option("--replace-invalid", action="store_true",
+           help="put U+FFFD where the input is not UTF-8 (default: stop there)")
+    option("--validation", type=share_of_one, default=0.01, metavar="SHARE",
+           help="share held out (default: 0.01)")
+    option("--shard-tokens", type=positive, default=SHARD_TOKENS, metavar="N",
+           help=f"default: {SHARD_TOKENS:,}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    option("--workers", type=positive, default=cores, metavar="N", help=f"processes (default: all cores, {cores} here)")
+    option("--workers", type=positive, default=cores, metavar="N",
+           help=f"processes (default: all cores, {cores} here)")
     return parser.parse_args()
 
 
@@ -190,7 +207,8 @@ def main() -> None:
         writers = build(documents, arguments.out, vocabulary, arguments.validation, arguments.shard_tokens,
                         arguments.workers)
         seconds = time.perf_counter() - start
-        parts = "; ".join(f"{w.split}: {w.documents:,} documents, {w.tokens:,} tokens, {w.shards} shards" for w in writers)
+        parts = "; ".join(f"{w.split}: {w.documents:,} documents, {w.tokens:,} tokens, {w.shards} shards"
+                          for w in writers)
         print(f"{arguments.out}: {parts}; {documents.position / 1e6:,.1f} MB read in {seconds:.1f} s "
               f"({documents.position / 1e6 / seconds:.1f} MB/s)", file=sys.stderr)
 

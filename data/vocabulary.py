@@ -1,7 +1,7 @@
-"""Vocabularies: GPT-2's byte-pair encoding, another one of the same kind from a file of ranks, or plain bytes.
+"""Vocabularies: GPT-2's byte-pair encoding, another one like it from a file of ranks, or plain bytes.
 
-A document is bytes (UTF-8 for the pair encodings). Its tokens are the start token, which is the vocabulary's last id, and
-what the bytes encode to; decoding gives back exactly those bytes.
+A document is bytes (UTF-8 for the pair encodings). Its tokens are the start token, which is the vocabulary's
+last id, and what the bytes encode to; decoding gives back exactly those bytes.
 """
 import base64
 import functools
@@ -16,8 +16,8 @@ from data.errors import DataError
 
 MAX_SIZE = 65536
 FETCH_SECONDS = 60  # for the 1.5 MB of GPT-2's vocabulary
-# tiktoken's regular expression overflows its stack on about a million characters of white space before other text.
-# White space as its engine sees it: Python's \s also holds the separators 1c to 1f.
+# tiktoken's regular expression overflows its stack on about a million characters of white space before other
+# text. White space as its engine sees it: Python's \s also holds the separators 1c to 1f.
 LONG_SPACE = re.compile(r"(?<![^\S\x1c-\x1f])[^\S\x1c-\x1f]{100000,}")
 
 
@@ -47,7 +47,8 @@ class BytePairs:
 
     def encode(self, document: bytes) -> np.ndarray:
         """Tokens (1 + n,) uint16 of UTF-8 text, the start token first."""
-        ids = [self.encoding.encode_to_numpy(part, disallowed_special=()) for part in split_long_space(document.decode())]
+        ids = [self.encoding.encode_to_numpy(part, disallowed_special=())
+               for part in split_long_space(document.decode())]
         return np.concatenate([[self.bos], *ids], dtype=np.uint16, casting="unsafe")
 
     def decode(self, tokens: np.ndarray) -> bytes:
@@ -56,7 +57,7 @@ class BytePairs:
 
 
 def split_long_space(text: str, long_space: re.Pattern = LONG_SPACE) -> list[str]:
-    """`text` in parts that give the same tokens as the whole: cut before the last character of each long white space.
+    """`text` in parts with the same tokens, cut before the last character of each long white space.
 
     The splitting rule ends a piece exactly there, because the last space belongs to the word that follows.
     """
@@ -83,15 +84,16 @@ def load_vocabulary(choice: str | Path) -> Bytes | BytePairs:
     try:
         with ThreadPool(1) as pool:  # tiktoken itself would wait for ever for a network that does not answer
             return BytePairs(pool.apply_async(tiktoken.get_encoding, ["gpt2"]).get(FETCH_SECONDS))
-    except (OSError, ValueError, TimeoutError) as error:  # requests' errors are OSErrors; a damaged download is a ValueError
-        raise DataError(f"tiktoken could not fetch GPT-2's vocabulary ({type(error).__name__}). Where there is a network run "
-                        "`TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; tiktoken.get_encoding(\"gpt2\")'`, copy the "
-                        "folder gpt2 to this machine and set TIKTOKEN_CACHE_DIR to it; or give a file of ranks with "
-                        "--vocabulary FILE")
+    # The errors of requests are OSErrors; a damaged download is a ValueError.
+    except (OSError, ValueError, TimeoutError) as error:
+        raise DataError(f"tiktoken could not fetch GPT-2's vocabulary ({type(error).__name__}). Where there "
+                        "is a network run `TIKTOKEN_CACHE_DIR=gpt2 python -c 'import tiktoken; "
+                        "tiktoken.get_encoding(\"gpt2\")'`, copy the folder gpt2 to this machine and set "
+                        "TIKTOKEN_CACHE_DIR to it; or give a file of ranks with --vocabulary FILE")
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Ranks of a vocabulary file, one `base64-of-token rank` a line, checked: each rank 0 to n-1 once, every byte there."""
+    """Ranks of a vocabulary file (`base64-of-token rank` in each line): 0 to n-1 once each, all bytes."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -101,12 +103,13 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             raise DataError(f"{path}:{number}: not a base64 token and its rank; "
                             "--vocabulary takes a file like gpt2.tiktoken")
     if len(ranks) >= MAX_SIZE:
-        raise DataError(f"{path}: {len(ranks):,} tokens and a start token do not fit the 16 bits of a shard's ids "
-                        f"(0 to 65,535); use a vocabulary of at most {MAX_SIZE - 1:,} tokens")
+        raise DataError(f"{path}: {len(ranks):,} tokens and a start token do not fit the 16 bits of a "
+                        f"shard's ids (0 to 65,535); use a vocabulary of at most {MAX_SIZE - 1:,} tokens")
     if sorted(ranks.values()) != list(range(len(ranks))):
-        raise DataError(f"{path}: its ranks are not 0 to {len(ranks) - 1:,}, each once; the file is incomplete or damaged")
+        raise DataError(f"{path}: its ranks are not 0 to {len(ranks) - 1:,}, each once; the file is "
+                        "incomplete or damaged")
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise DataError(f"{path}: {len(missing)} of the 256 single bytes have no rank (the first: {missing[0]:#04x}); "
-                        "some text could not be encoded: the file is incomplete")
+        raise DataError(f"{path}: {len(missing)} of the 256 single bytes have no rank (the first: "
+                        f"{missing[0]:#04x}); some text could not be encoded: the file is incomplete")
     return ranks

@@ -1,17 +1,18 @@
 """Where the gradient of a weight goes: one protocol for every kernel that makes one.
 
-Autograd's own way is to return a gradient, which a second kernel then adds to `weight.grad`. For large weights that is a pass
-over memory and a launch that nobody needs, so here a kernel's backward pass is told where the gradient belongs and whether to
-add it there. (Megatron-LM calls this "gradient accumulation fusion"; BLAS has had it since 1979, as beta.)
+Autograd's own way is to return a gradient, which a second kernel then adds to `weight.grad`. For large
+weights that is a pass over memory and a launch that nobody needs, so here a kernel's backward pass is told
+where the gradient belongs and whether to add it there. (Megatron-LM calls this "gradient accumulation
+fusion"; BLAS has had it since 1979, as beta.)
 
 - A kernel takes `grad: Gradient`. Its backward pass fills the buffer and returns None for the weight.
-- With `grad=None` it returns the gradient, and autograd does with it what it always does. Tests and non-leaf weights use this.
-- A reference in plain PyTorch has no backward pass of its own. It ignores `grad`: autograd adds to `weight.grad`, which is the
-  same buffer.
+- With `grad=None` it returns the gradient to autograd. Tests and weights that are no leaves use this.
+- A reference in plain PyTorch has no backward pass of its own. It ignores `grad`, and autograd adds to
+  `weight.grad`, which is the same buffer.
 - Scalars and gates are a few hundred numbers. Their gradients go through autograd everywhere.
 
-The first micro-batch of a step writes (`accumulate=False`) and the later ones add, wherever a kernel covers the whole buffer.
-Tables of rows always add: a backward pass reaches only the rows that were read.
+The first micro-batch of a step writes (`accumulate=False`) and the later ones add, wherever a kernel covers
+the whole buffer. Tables of rows always add: a backward pass reaches only the rows that were read.
 """
 from typing import NamedTuple
 

@@ -1,7 +1,7 @@
-"""A local server that speaks as much of the hub's protocol as huggingface_hub needs to fetch files, and can misbehave.
+"""A local server with as much of the hub's protocol as a client needs to fetch files. It can misbehave.
 
-As on the hub, `resolve` answers with the file's commit, size and SHA-256 and sends the client to another host for the
-bytes, which honours Range. It offers no Xet store, so that the client uses plain HTTP.
+As on the hub, `resolve` answers with the file's commit, size and SHA-256 and sends the client to another host
+for the bytes, which honours Range. It offers no Xet store, so that the client uses plain HTTP.
 """
 import hashlib
 import threading
@@ -14,10 +14,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 class HubServer(ThreadingHTTPServer):
     """Serves `files` (name -> bytes) until the end of the `with` block.
 
-    `faults` (name -> list) are used up one a request of a file's bytes: "cut" ends the connection at half, "500" answers
-    so, "short" leaves out the end of the file, "flip" changes one byte, "hang" never answers. `head_faults` (name -> list
-    of status codes) does the same for metadata. `sha256` False publishes no SHA-256, `sizes` other sizes than the true
-    ones. `requests` records (method, name, Range or None).
+    `faults` (name -> list) are used up one a request of a file's bytes: "cut" ends the connection at half,
+    "500" answers so, "short" leaves out the end of the file, "flip" changes one byte, "hang" never answers.
+    `head_faults` (name -> list of status codes) does the same for metadata. `sha256` False publishes no
+    SHA-256, `sizes` other sizes than the true ones. `requests` records (method, name, Range or None).
     """
     daemon_threads = True
 
@@ -64,14 +64,17 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(hub.head_faults[name].pop(0), {"Content-Length": "0"})
         content = hub.files.get(name)
         if content is None or "/datasets/kjj0/fineweb10B-gpt2/resolve/" not in self.path:
-            return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT, "Content-Length": "0"})
+            return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT,
+                                     "Content-Length": "0"})
         digest = hashlib.sha256(content).hexdigest() if hub.sha256 else hashlib.sha1(content).hexdigest()
         self.answer(302, {"X-Repo-Commit": COMMIT, "X-Linked-Size": str(hub.sizes.get(name, len(content))),
-                          "X-Linked-Etag": f'"{digest}"', "Location": f"{hub.store}/{name}", "Content-Length": "0"})
+                          "X-Linked-Etag": f'"{digest}"', "Location": f"{hub.store}/{name}",
+                          "Content-Length": "0"})
 
     def do_GET(self) -> None:
         hub, name = self.server, self.path.rsplit("/", 1)[1]
-        if not self.path.startswith("/store/"):  # the client asks for other things too, and lives without them
+        # The client asks for other things too, and lives without them.
+        if not self.path.startswith("/store/"):
             return self.answer(404, {"Content-Length": "0"})
         hub.requests.append(("GET", name, self.headers.get("Range")))
         time.sleep(hub.delay)
@@ -85,7 +88,8 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "flip":
             middle = len(content) // 2 & ~1  # the low byte of an id
             content = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1:]
-        start = int(self.headers["Range"].removeprefix("bytes=").split("-")[0]) if "Range" in self.headers else 0
+        wanted = self.headers.get("Range", "bytes=0-")
+        start = int(wanted.removeprefix("bytes=").split("-")[0])
         headers = {"Content-Length": str(len(content) - start), "Accept-Ranges": "bytes"}
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"

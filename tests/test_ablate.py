@@ -1,4 +1,4 @@
-"""The table of what settings cost: which steps are timed, settings to try, whole commands, two checkouts in turn."""
+"""The table of what settings cost: timed steps, settings to try, whole commands, two checkouts in turn."""
 import shutil
 import sys
 from dataclasses import replace
@@ -11,15 +11,17 @@ import train_gpt
 from records.run.settings import UserError, change
 from records.tools import ablate, against
 
-SMALL = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768", "--val_every", "0"]
+SMALL = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768", "--val_every",
+         "0"]
 
 
 def test_each_stage_is_timed_with_and_without_adam(config):
     for every in (1, 2, 3):
         pairs = ablate.pairs_of_stages(train_gpt.Schedule(replace(config, adam_every=every, steps=12)))
-        assert [first.stage for first, _ in pairs] == [0, 1, 2]
+        assert [first.batch_tokens for first, _ in pairs] == [1024, 2048, 3072]
         for first, second in pairs:
-            assert second.index == first.index + 1 and second.update_adam and first.update_adam == (every == 1)
+            assert second.index == first.index + 1 and second.update_adam
+            assert first.update_adam == (every == 1)
             assert first.windows == second.windows and first.tied == second.tied
 
 
@@ -30,9 +32,11 @@ def test_settings_to_try():
     assert (tried("smear=false,muon_lr=0.5").smear, tried("smear=false,muon_lr=0.5").muon_lr) == (False, 0.5)
     both = tried("final_windows=(3,7),smear=false")
     assert (both.final_windows, both.smear, both.steps) == ((3, 7), False, 9)
-    assert [stage.batch_tokens for stage in tried("batch_tokens=(256,256,512)", train=True).stages] == [256, 256, 512]
+    batches = [stage.batch_tokens for stage in tried("batch_tokens=(256,256,512)", train=True).stages]
+    assert batches == [256, 256, 512]
     assert tried("fp8=(head,mlp)").fp8 == ("head", "mlp") and tried("fp8=none").fp8 == ()
-    for wrong, train in (("smaer=false", True), ("heads=3", True), ("seed=1", True), ("batch_tokens=(1024,)", False)):
+    for wrong, train in (("smaer=false", True), ("heads=3", True), ("seed=1", True),
+                         ("batch_tokens=(1024,)", False)):
         with pytest.raises(UserError, match=f"no setting '{wrong.split('=')[0]}' to change here"):
             tried(wrong, train)
     with pytest.raises(UserError, match="choose auto"):
@@ -54,8 +58,8 @@ def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monk
     assert seen == [(seed, smear) for seed in (3, 4) for smear in (True, False, True)] and len(said) == 6
     assert said[1] == "smear=false, seed 3: 3.3000 in 5.00 s"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
-    # Welch's test of 2 a side, each of a standard error of 0.005: a difference of 0.02 by t of 2 degrees of freedom,
-    # 4.303 of which make 95%.
+    # Welch's test of 2 a side, each of a standard error of 0.005: a difference of 0.02 by t of 2 degrees of
+    # freedom, 4.303 of which make 95%.
     assert rows[2] == ["as given", "2", "3.2850 ± 0.0071", "5.50", "1.0, 3.0", ""]
     assert rows[3][:5] == ["smear=false", "2", "3.3050 ± 0.0071", "5.50", "1.0, 2.0"]
     assert rows[3][5].startswith("+0.0200 nats/token (95%: -0.0104 to +0.0504), p = 0.11;")
@@ -74,11 +78,14 @@ def test_a_check_tells_equal_losses_from_others(config, monkeypatch):
     runs = iter([[1.0, 2.0], [1.0, 2.0], [1.0, 2.5], [1.25, 2.0]])
     monkeypatch.setattr(ablate, "losses", lambda *_: next(runs))
     assert ("2 losses differ by at most: eager twice 0.000000, eager and graphs 0.500000 (first at 2) and "
-            "0.500000 (first at 2), graphs twice 0.500000 (first at 1)") in ablate.check(config, train_gpt.World(), 2, False)
+            "0.500000 (first at 2), graphs twice 0.500000 (first at 1)") in ablate.check(config,
+                                                                                         train_gpt.World(), 2,
+                                                                                         False)
 
 
 def rows_of(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()
+            if line.startswith("|")]
 
 
 def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch, capsys):
@@ -102,13 +109,14 @@ def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch,
 # Two checkouts
 
 def test_another_checkout_is_timed_by_its_own_tool(shards, tmp_path):
-    """The other one is a copy whose tools lie where those of older checkouts do, and whose steps are slower."""
+    """The other one is a copy whose tool lies where older checkouts have it, and whose steps are slower."""
     other = tmp_path / "other"
-    shutil.copytree(ROOT, other, ignore=shutil.ignore_patterns(".*", "__pycache__", "shards", "tests", "20*", "runs"))
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "shards", "tests", "20*", "runs")
+    shutil.copytree(ROOT, other, ignore=ignored)
     (other / "records/tools/ablate.py").rename(other / "records/ablate.py")
-    program = (other / "train_gpt.py").read_text()
-    slower = program.replace("    def ms(self)", "    def ms(self):\n        return 9000.0\n\n    def real_ms(self)")
-    (other / "train_gpt.py").write_text(slower)
+    progress = other / "records/run/progress.py"
+    slower = "    def ms(self):\n        return 9000.0\n\n    def real_ms(self)"
+    progress.write_text(progress.read_text().replace("    def ms(self)", slower))
     timed = against.time_checkout(other, [*SMALL, "--data_path", str(shards)], 2)
     assert timed.ms == {"256": 9000.0, "512": 9000.0, "768": 9000.0} and timed.startup_s > 0
 
@@ -121,13 +129,15 @@ def test_checkouts_take_turns(tmp_path, monkeypatch, capsys):
         return against.Timed({"256": 10.0 + (folder == ROOT)}, None, 3.0)
 
     monkeypatch.setattr(against, "time_checkout", time_checkout)
-    monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--against", str(tmp_path), "--repeat", "7"])
+    monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--against", str(tmp_path), "--repeat",
+                                      "7"])
     assert ablate.main() == 0
     assert seen == [(tmp_path, ["--preset", "cpu"], 7), (ROOT, ["--preset", "cpu"], 7)] * 2
     rows = rows_of(capsys.readouterr().out)
     assert rows[0] == ["ms a step", "256", "peak GiB", "started in s"]
     assert [row[0] for row in rows[2:]] == ["other", "this", "other", "this", "this - other"]
-    assert rows[2] == ["other", "10.00", "n/a", "3.0"] and rows[6] == ["this - other", "+10.0%", "n/a", "+0.0%"]
+    assert rows[2] == ["other", "10.00", "n/a", "3.0"] and rows[6] == ["this - other", "+10.0%", "n/a",
+                                                                       "+0.0%"]
 
 
 def test_a_comparison_of_checkouts_averages_both_turns():

@@ -8,7 +8,7 @@ from train_gpt import Clock
 
 
 def test_the_clock_starts_when_every_rank_is_there():
-    """It starts after the garbage collection, which takes each rank its own time, and does not count the waiting."""
+    """It starts after the garbage collection, which takes each rank its own time, and counts no waiting."""
     clock, seen = Clock(torch.device("cpu")), []
 
     def barrier():

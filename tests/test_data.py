@@ -135,7 +135,8 @@ def hub():
 
 
 def fineweb(hub: HubServer, folder: Path, shards: int = 2, **options) -> subprocess.CompletedProcess:
-    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder.parent / "hf"), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder.parent / "hf"),
+                   "HF_HUB_DISABLE_TELEMETRY": "1"}
     return run("data.fineweb", "--shards", shards, "--out", folder, **environment, **options)
 
 
@@ -145,13 +146,15 @@ def assert_whole(hub: HubServer, folder: Path) -> None:
     assert {p.name for p in folder.iterdir()} == {*hub.files, "manifest.json", ".lock"}
     for name, content in hub.files.items():
         assert (folder / name).read_bytes() == content
-        assert manifest[name]["tokens"] == (len(content) - HEADER_BYTES) // 2 and manifest[name]["documents"] > 0
+        assert manifest[name]["tokens"] == (len(content) - HEADER_BYTES) // 2
+        assert manifest[name]["documents"] > 0
 
 
 def test_fineweb_fetches_once(hub, tmp_path):
     folder = tmp_path / "fineweb"
     done = fineweb(hub, folder)
-    assert done.returncode == 0 and "the validation shard and 2 training shards, all checked" in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "the validation shard and 2 training shards, all checked" in done.stderr
     assert_whole(hub, folder)
     assert json.loads((folder / "manifest.json").read_text())["shards"][VAL]["commit"] == COMMIT
     hub.requests.clear()
@@ -166,11 +169,13 @@ def test_fineweb_resumes_a_cut_connection(hub, tmp_path):
     done = fineweb(hub, tmp_path / "fineweb")
     assert done.returncode == 0, done.stderr
     ranges = [r for method, name, r in hub.requests if method == "GET" and name == TRAIN1]
-    assert len(ranges) == 2 and ranges[0] is None and int(re.match(r"bytes=(\d+)-", ranges[1])[1]) >= 10_000_000
+    assert len(ranges) == 2 and ranges[0] is None and int(re.match(r"bytes=(\d+)-",
+                                                                   ranges[1])[1]) >= 10_000_000
     assert_whole(hub, tmp_path / "fineweb")
 
 
-@pytest.mark.parametrize("fault, words", [("500", "500 Internal Server Error"), ("short", "Consistency check failed"),
+@pytest.mark.parametrize("fault, words", [("500", "500 Internal Server Error"),
+                                          ("short", "Consistency check failed"),
                                           ("flip", "not the one that the hub publishes")])
 def test_fineweb_tries_again(hub, tmp_path, fault, words):
     hub.faults[TRAIN2] = [fault]
@@ -196,8 +201,10 @@ def test_fineweb_never_shows_a_shard_that_stays_bad(hub, tmp_path):
                   "fineweb_train_000004.bin": shard_bytes(np.append(tokens, 50257))}
     done = fineweb(hub, tmp_path / "fineweb", 4, tries=2)
     refused(done, "fineweb_train_00000", "python -m data.fineweb --shards 4")
-    for number, words in enumerate(["found magic 1", "truncated or damaged", "no document starts", "token id 50257"], 1):
-        assert re.search(f"_00000{number}.bin: .*{words}.*; trying again \\(2 of 2\\)", done.stderr), done.stderr
+    for number, words in enumerate(["found magic 1", "truncated or damaged", "no document starts",
+                                    "token id 50257"], 1):
+        assert re.search(f"_00000{number}.bin: .*{words}.*; trying again \\(2 of 2\\)",
+                         done.stderr), done.stderr
     assert [p.name for p in (tmp_path / "fineweb").glob("*.bin")] in ([], [VAL])
 
 
@@ -265,10 +272,13 @@ def test_fineweb_ended_and_run_again(hub, tmp_path, how, status):
     folder = tmp_path / "fineweb"
     hub.faults[TRAIN2] = ["hang"]
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf")}
-    process = subprocess.Popen([sys.executable, "-m", "data.fineweb", "--shards", "2", "--out", str(folder)], cwd=ROOT,
-                               env=environment, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-m", "data.fineweb", "--shards", "2", "--out", str(folder)],
+                               cwd=ROOT, env=environment, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 30
-    while (TRAIN2 not in hub.fetched() or len(list(folder.glob("*.bin"))) < 2) and time.monotonic() < deadline:
+    def waiting() -> bool:
+        return TRAIN2 not in hub.fetched() or len(list(folder.glob("*.bin"))) < 2
+
+    while waiting() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(how)
     assert "Traceback" not in process.communicate(timeout=5)[1].decode() and process.returncode == status
@@ -284,7 +294,8 @@ def test_fineweb_bad_arguments(tmp_path, monkeypatch, capsys):
         (tmp_path / "manifest.json").write_text(damaged)
         message = refused_here(monkeypatch, capsys, fineweb_tool, "--out", tmp_path)
         assert "manifest.json is damaged; remove it" in message
-    assert "File exists" in refused_here(monkeypatch, capsys, fineweb_tool, "--out", tmp_path / "manifest.json")
+    assert "File exists" in refused_here(monkeypatch, capsys, fineweb_tool, "--out",
+                                         tmp_path / "manifest.json")
     assert "must be at least 1" in run("data.fineweb", "--shards", 0).stderr
 
 
@@ -295,7 +306,8 @@ def ranks(tmp_path_factory) -> Path:
     """A vocabulary file of 256 bytes and a few merges; 263 starts a document."""
     tokens = [bytes([b]) for b in range(256)] + [b"th", b"the", b" t", b" the", b"\xc3\xa9", b"  ", b"\n\n"]
     path = tmp_path_factory.mktemp("vocabulary") / "small.tiktoken"
-    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)))
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n"
+                            for rank, token in enumerate(tokens)))
     return path
 
 
@@ -315,7 +327,8 @@ def documents_in(folder: Path, split: str, vocabulary: str | Path = "bytes") -> 
 @given(documents=st.lists(st.text(st.characters(codec="utf-8"), min_size=1), min_size=1, max_size=20))
 def test_every_document_comes_back(tmp_path_factory, ranks, kind, documents):
     vocabulary, folder = ranks if kind == "ranks" else "bytes", tmp_path_factory.mktemp("roundtrip")
-    (folder / "all.jsonl").write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    (folder / "all.jsonl").write_text("".join(json.dumps({"text": document}) + "\n"
+                                              for document in documents))
     text.build(Documents([str(folder / "all.jsonl")]), folder / "out", vocabulary, share=0, shard_tokens=500)
     assert documents_in(folder / "out", "train", vocabulary) == [document.encode() for document in documents]
 
@@ -342,7 +355,7 @@ STORY = ["Once upon a time", "there was\na café", "the end"]
 
 
 def write_input(folder: Path, name: str) -> Path:
-    """STORY as a file of the format and compression that its name asks for (plain text: blank lines between)."""
+    """STORY as a file of the format and compression that its name asks for, or with blank lines between."""
     plain = folder / re.sub(r"\.(gz|zst)$", "", name)
     if plain.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.table({"id": [1, 2, 3, 4], "text": [*STORY, None]}), plain)
@@ -392,8 +405,8 @@ def test_folders_are_read_in_order(tmp_path):
 def test_shards_are_the_same_for_any_number_of_workers(tmp_path, ranks):
     lines = b"".join(b"line %d of the text\n" % i for i in range(60_000))
     for workers in 1, 2:
-        done = run("data.text", "-", "--split", "line", "--vocabulary", ranks, "--out", tmp_path / str(workers), "--workers",
-                   workers, "--shard-tokens", 100_000, stdin=lines)
+        done = run("data.text", "-", "--split", "line", "--vocabulary", ranks, "--out",
+                   tmp_path / str(workers), "--workers", workers, "--shard-tokens", 100_000, stdin=lines)
         assert done.returncode == 0 and "MB read in" in done.stderr, done.stderr
     names = sorted(p.name for p in (tmp_path / "1").glob("*.bin"))
     assert len(names) > 3 and names == sorted(p.name for p in (tmp_path / "2").glob("*.bin"))
@@ -423,9 +436,11 @@ def test_one_split_only(tmp_path, share, split):
 def test_memory_is_bounded(tmp_path):
     (tmp_path / "a.txt").write_bytes((b"a line of text that is no story\n" * 1000 + b"\n") * 4_000)  # 128 MB
     code = "import data.text; data.text.main(); print(open('/proc/self/status').read())"
-    arguments = [tmp_path / "a.txt", "--bytes", "--split", "blank", "--shard-tokens", "1_000_000", "--out", tmp_path / "out"]
+    arguments = [tmp_path / "a.txt", "--bytes", "--split", "blank", "--shard-tokens", "1_000_000", "--out",
+                 tmp_path / "out"]
     arguments += ["--validation", 0, "--workers", 1]
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, capture_output=True,
+                          check=True)
     assert int(re.search(rb"VmHWM:\s+(\d+) kB", done.stdout)[1]) < 150_000
 
 
@@ -436,15 +451,19 @@ def test_memory_is_bounded(tmp_path):
     ("a.txt", b"", [], ["the input holds no text"]),
     ("a.txt", b"one", [], ["none of the 1 documents fell into val", "--validation (now 0.01", "--split"]),
     ("a.txt", b"caf\xe9", [], ["a.txt, document 1: byte 3 is not UTF-8 (0xe9)", "--replace-invalid"]),
-    ("a.txt", b"one two three", ["--shard-tokens", "5"], ["does not fit a shard of 5", "raise --shard-tokens"]),
+    ("a.txt", b"one two three", ["--shard-tokens", "5"],
+     ["does not fit a shard of 5", "raise --shard-tokens"]),
     ("a.jsonl", b'{"text": "a"}\n{"text": ', [], ["a.jsonl:2: not JSON"]),
     ("a.jsonl", b'{"id": 1, "body": "a"}', [], ["a.jsonl:1: no field 'text' (found: id, body)", "--field"]),
     ("a.jsonl", b'["text"]', [], ["a.jsonl:1: no field 'text' (found: a list)"]),
     ("a.jsonl", b'{"text": 7}', [], ["a.jsonl:1: field 'text' is a int, not text"]),
-    ("a.jsonl", b'{"text": "\\ud800"}', [], ["a.jsonl, document 1: byte 0 is not UTF-8", "--replace-invalid"]),
-    ("a.txt.gz", gzip.compress(os.urandom(1000))[:-100], [], ["a.txt.gz: cannot be read", "damaged or incomplete"]),
+    ("a.jsonl", b'{"text": "\\ud800"}', [], ["a.jsonl, document 1: byte 0 is not UTF-8",
+                                             "--replace-invalid"]),
+    ("a.txt.gz", gzip.compress(os.urandom(1000))[:-100], [],
+     ["a.txt.gz: cannot be read", "damaged or incomplete"]),
     ("a.txt.gz", b"no gzip", [], ["a.txt.gz: cannot be read", "damaged or incomplete"]),
-    ("a.txt.zst", pyarrow.compress(os.urandom(1000), "zstd", asbytes=True)[:-9], [], ["a.txt.zst: cannot be read"]),
+    ("a.txt.zst", pyarrow.compress(os.urandom(1000), "zstd", asbytes=True)[:-9], [],
+     ["a.txt.zst: cannot be read"]),
     ("a.parquet", b"no parquet", [], ["a.parquet: not a whole parquet file"]),
     ("a.jsonl", b"{}", ["--vocabulary", "missing.tiktoken"], ["missing.tiktoken: No such file"]),
 ])
@@ -496,7 +515,8 @@ def test_replace_invalid(tmp_path):
 
 def test_text_never_mixes_with_other_shards(tmp_path, monkeypatch, capsys):
     write_shard(tmp_path / "train_000000.bin", np.array([256]))
-    message = refused_here(monkeypatch, capsys, text, write_input(tmp_path, "a.txt"), "--bytes", "--out", tmp_path)
+    message = refused_here(monkeypatch, capsys, text, write_input(tmp_path, "a.txt"), "--bytes", "--out",
+                           tmp_path)
     assert "already holds shards" in message and f"rm {tmp_path}/*.bin" in message
 
 
@@ -515,8 +535,9 @@ def test_text_no_space(tmp_path):
 
 def test_text_interrupted(tmp_path):
     (tmp_path / "long.txt").write_bytes(b"a line\n" * 4_000_000)
-    process = subprocess.Popen([sys.executable, "-m", "data.text", tmp_path / "long.txt", "--bytes", "--split", "line",
-                                "--workers", "2", "--shard-tokens", "100_000", "--out", tmp_path / "out"], cwd=ROOT,
+    process = subprocess.Popen([sys.executable, "-m", "data.text", tmp_path / "long.txt", "--bytes",
+                                "--split", "line", "--workers", "2", "--shard-tokens", "100_000", "--out",
+                                tmp_path / "out"], cwd=ROOT,
                                stderr=subprocess.PIPE, start_new_session=True)
     deadline = time.monotonic() + 20
     while not list(tmp_path.glob("out/.incoming/*.bin")) and time.monotonic() < deadline:
@@ -543,15 +564,16 @@ def test_peek(tmp_path, ranks):
     assert done.returncode == 0, done.stderr
     assert re.search(r"train_000000.bin +4 +10,000 +2,500 +4,000\n", done.stdout)
     assert re.search(r"2,049–4,096 +3 +60.0% +99.9% █+\n", done.stdout)
-    assert re.search(r"--preset cpu --vocab_size 264 takes about [\d,]+ tokens of training shards like these \(cutting documents at "
-                     r"256 leaves 7.7%, 512 leaves 15.4%\); there are 10,000: \d+.\d\d epochs, it does not fit in one; --epochs \d+",
-                     done.stdout)
+    assert re.search(r"--preset cpu --vocab_size 264 takes about [\d,]+ tokens of training shards like these "
+                     r"\(cutting documents at 256 leaves 7.7%, 512 leaves 15.4%\); there are 10,000: "
+                     r"\d+.\d\d epochs, it does not fit in one; --epochs \d+", done.stdout)
     assert done.stdout.endswith("── val_000000.bin, document 0, 12 tokens ──\nthe café\\x1b[31m\n")
 
 
 def test_peek_shows_ids_when_there_is_no_vocabulary(tmp_path):
     write_shard(tmp_path / "train_000000.bin", np.array([300, 1, 2]))
-    assert re.search("No vocabulary is known whose last id is 300(.|\n)*\n300 1 2\n", run("data.peek", tmp_path).stdout)
+    assert re.search("No vocabulary is known whose last id is 300(.|\n)*\n300 1 2\n",
+                     run("data.peek", tmp_path).stdout)
     write_shard(tmp_path / "train_000000.bin", np.array([50256, 1, 2]))
     done = run("data.peek", tmp_path, TIKTOKEN_CACHE_DIR=str(tmp_path), HTTPS_PROXY="http://127.0.0.1:9")
     assert re.search("Ids are shown, because tiktoken could not fetch(.|\n)*\n50256 1 2\n", done.stdout)
@@ -590,5 +612,7 @@ def test_help_shows_examples(tool):
 
 
 def test_importing_loads_neither_torch_nor_a_network_client():
-    code = "import sys, data.fineweb, data.text, data.peek; print({'torch', 'huggingface_hub', 'tiktoken'} & {*sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout == b"set()\n"
+    code = ("import sys, data.fineweb, data.text, data.peek; "
+            "print({'torch', 'huggingface_hub', 'tiktoken'} & {*sys.modules})")
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True,
+                          check=True).stdout == b"set()\n"

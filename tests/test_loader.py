@@ -1,4 +1,4 @@
-"""The loader: order against a plain reference, each token at most once, no dependence on ranks or timing, too little data."""
+"""The loader: order against a plain reference, each token at most once, ranks and timing, too little data."""
 import re
 import time
 import tracemalloc
@@ -20,14 +20,16 @@ CPU = torch.device("cpu")
 
 
 def shapes(config) -> list[StepShape]:
-    steps = [(config.stages[step.stage], step.sampled) for step in train_gpt.Schedule(config)]
-    return [StepShape(stage.batch_tokens, stage.sequence_length, sampled) for stage, sampled in steps]
+    return [StepShape(step.batch_tokens, step.sequence_length, step.sampled)
+            for step in train_gpt.Schedule(config)]
 
 
 def text_settings(config) -> TextSettings:
-    return TextSettings(folder=config.data_path, vocab_size=config.vocab_size, padded_vocab=config.padded_vocab,
-                        document_start=config.document_start, epochs=config.epochs, keep_tails=config.keep_tails,
-                        micro_batches=config.micro_batches, softmax_samples=config.softmax_samples, seed=config.seed)
+    return TextSettings(folder=config.data_path, vocab_size=config.vocab_size,
+                        padded_vocab=config.padded_vocab, document_start=config.document_start,
+                        epochs=config.epochs, keep_tails=config.keep_tails,
+                        micro_batches=config.micro_batches, softmax_samples=config.softmax_samples,
+                        seed=config.seed)
 
 
 def loader(config, rank=0, ranks=1, device=CPU) -> Loader:
@@ -35,11 +37,12 @@ def loader(config, rank=0, ranks=1, device=CPU) -> Loader:
 
 
 def validation(config) -> list:
-    return validation_batches(text_settings(config), config.val_tokens, config.val_chunk, config.val_sequence_length)
+    return validation_batches(text_settings(config), config.val_tokens, config.val_chunk,
+                              config.val_sequence_length)
 
 
 def reference(config):
-    """The micro-batches of a run, in order, by walking the shards one token at a time: lists of (tokens, targets, starts)."""
+    """The micro-batches of a run, walking the shards token by token: lists of (tokens, targets, starts)."""
     stream, starts = [], []
     for path in find_shards(config.data_path, "train"):
         tokens = open_shard(path).tolist()
@@ -86,7 +89,8 @@ def test_each_token_at_most_once_an_epoch(tmp_path, config, keep_tails):
     tokens = np.arange(40_000, dtype=np.uint16)
     tokens[::97] = 49_999
     tokens[25_000] = 49_999
-    for name, part in {"train_000000": tokens[:25_000], "train_000001": tokens[25_000:], "val_000000": tokens[:100]}.items():
+    for name, part in {"train_000000": tokens[:25_000], "train_000001": tokens[25_000:],
+                       "val_000000": tokens[:100]}.items():
         write_shard(tmp_path / f"{name}.bin", part)
     plan = loader(replace(config, data_path=str(tmp_path), vocab_size=50_000, keep_tails=keep_tails))
     seen = torch.cat([batch.tokens for index in range(len(plan.shapes)) for batch in plan.batches(index)])
@@ -116,7 +120,8 @@ def test_order_does_not_depend_on_timing_or_a_restart(config):
     for batches in plan.prefetch(range(n)):
         time.sleep(0.005)
         slow.append(batches)
-    late = list(loader(config).prefetch(range(3, n)))                    # from the middle: a step's data is its number's
+    # From the middle: a step's data is its number's.
+    late = list(loader(config).prefetch(range(3, n)))
     for a, b in zip(fast[3:] + fast, late + slow, strict=True):
         assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p[:-1], q[:-1]))
 
@@ -132,11 +137,12 @@ def test_any_steps_in_any_order_can_be_prefetched(config):
 
 @pytest.fixture
 def sampled(tmp_path, config):
-    """A vocabulary of 5,000 of which a micro-batch has 100 to 400 tokens as targets, and a sample of 300 of the others."""
+    """A vocabulary of 5,000: a micro-batch has 100 to 400 of them as targets, and a sample of 300 others."""
     rng = np.random.default_rng(2)
     tokens = (4999 ** rng.random(60_000)).astype(np.uint16)
     tokens[rng.choice(60_000, 800)] = 4999
-    parts = {"train_000000": tokens[:40_000], "train_000001": tokens[40_000:], "val_000000": tokens[:9000].copy()}
+    parts = {"train_000000": tokens[:40_000], "train_000001": tokens[40_000:],
+             "val_000000": tokens[:9000].copy()}
     for name, part in parts.items():
         part[0] = 4999
         write_shard(tmp_path / f"{name}.bin", part)
@@ -231,7 +237,8 @@ def test_validation_scores_every_token_once(config):
     for chunk in (256, 777, 4096):
         scored = []
         for batch in validation(replace(config, val_chunk=chunk)):
-            assert len(batch.tokens) == chunk and np.diff(batch.cu_seqlens).max() <= config.val_sequence_length
+            assert len(batch.tokens) == chunk
+            assert np.diff(batch.cu_seqlens).max() <= config.val_sequence_length
             scored.append(batch.targets[batch.targets >= 0])
         assert torch.cat(scored).tolist() == text[1:config.val_tokens + 1].tolist()
 
@@ -239,7 +246,8 @@ def test_validation_scores_every_token_once(config):
 def test_too_few_tokens(tmp_path, config):
     write_documents(tmp_path, {"train_000000": [100] * 60, "val_000000": [300] * 10})
     config = replace(config, data_path=str(tmp_path))
-    with pytest.raises(ShardError, match=r"1 training shards with 6,000 tokens last for 3 of 8 steps; add shards") as error:
+    message = r"1 training shards with 6,000 tokens last for 3 of 8 steps; add shards"
+    with pytest.raises(ShardError, match=message) as error:
         loader(config)
     assert re.search(r"--epochs 5 or lower --steps to about 22% of what it is", str(error.value))
     assert 2 < loader(replace(config, epochs=5)).epochs < 5
@@ -262,7 +270,8 @@ def test_peek_knows_the_schedules(preset):
 def test_cut_documents():
     starts = np.array([2, 10, 11, 40])
     assert [x.tolist() for x in cut_documents(starts, 47, 8, False)] == [[2, 10, 11, 40], [10, 11, 19, 47]]
-    assert [x.tolist() for x in cut_documents(starts, 47, 8, True)] == [[2, 10, 11, 19, 27, 35, 40], [10, 11, 19, 27, 35, 40, 47]]
+    assert [x.tolist() for x in cut_documents(starts, 47, 8, True)] == [[2, 10, 11, 19, 27, 35, 40],
+                                                                        [10, 11, 19, 27, 35, 40, 47]]
 
 
 def test_round_up():
@@ -277,7 +286,7 @@ def test_pack_refuses_more_sequences_than_its_bound():
 
 
 def test_a_million_documents_in_bounded_memory(tmp_path, config):
-    """A shard of a million documents: the plan and the batches take far less memory than a Python object a document would."""
+    """The plan and the batches take far less memory than a Python object for each document would."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(97, 123, 8_000_000).astype(np.uint16)
     tokens[rng.choice(np.arange(1, len(tokens)), 999_999, replace=False)] = 256

@@ -1,8 +1,8 @@
-"""Records, the writing half: comparisons, record folders, pictures, the page, the README's table, watch, ab and sweep."""
+"""Records, the writing half: comparisons, record folders, pictures, the page, watch, ab and sweep."""
+import gzip
 import json
 import re
 import runpy
-import shutil
 import subprocess
 import sys
 from datetime import datetime
@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TINY, environment
 
-from records.tools import launch, markdown, plots, report, schedule, sweep, watch
+from records.run import sources
+from records.tools import history, launch, markdown, plots, report, schedule, sweep, watch
 from records.tools.check import check
 from records.tools.compare import compare, compare_text
 from records.tools.logs import find_logs, read_logs
 from records.tools.record import RECORDS, create, folders, load, load_all
 from records.tools.schema import RecordError
-from tests.synthetic import SOURCES, command, write_run
+from tests.synthetic import SOURCES, command, commit_sources, git, write_run
 
 WORDS = {"title": "The first <recipe>", "contributors": ["A. Author"], "parent": None}
 TRAINER = f"{sys.executable} -m tests.synthetic"
@@ -25,12 +26,13 @@ TRAINER = f"{sys.executable} -m tests.synthetic"
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch) -> Path:
-    """A folder of records in a checkout whose README wants a table; five finished runs and a record of them are there."""
+    """A folder of records in a repository, with five finished runs and a record; the README wants a table."""
     monkeypatch.delenv("RUNS_PATH", raising=False)
+    commit = commit_sources(tmp_path)
     (tmp_path / "README.md").write_text(f"# Made up\n\n{markdown.marked(report.MARKER, '')}\n\nThe end.\n")
     root = tmp_path / "records"
     for seed in range(5):
-        write_run(root / "runs", seed=seed)
+        write_run(root / "runs", seed=seed, header={"commit": commit})
     create(read_logs([root / "runs"]), root, "first", WORDS, changed="All.", why="It learns.")
     return root
 
@@ -40,18 +42,24 @@ def first(root: Path) -> Path:
     return root / "2026-11-21_first"
 
 
-def add_second(root: Path, **options) -> Path:
+CHANGED = {**SOURCES, "train_gpt.py": SOURCES["train_gpt.py"] + b"# faster\n"}
+
+
+def add_second(root: Path, **header) -> Path:
     """A faster record with other settings and sources, whose parent is the first."""
-    changed = {**SOURCES, "train_gpt.py": SOURCES["train_gpt.py"] + b"# faster\n"}
+    header = {"commit": commit_sources(root.parent, CHANGED), **header}
     for seed in range(3):
-        write_run(root / "runs", "second", seed, settings={"lr": 0.026}, pace_ms=24.0, sources=changed, **options)
+        write_run(root / "runs", "second", seed, settings={"lr": 0.026}, pace_ms=24.0, sources=CHANGED,
+                  header=header)
     words = {"title": "Faster", "contributors": [], "parent": "2026-11-21_first", "date": "2026-11-30"}
-    return create(read_logs([root / "runs" / "*-second"]), root, "second", words, changed="The rate.", why="It is higher.")
+    return create(read_logs([root / "runs" / "*-second"]), root, "second", words, changed="The rate.",
+                  why="It is higher.")
 
 
 # The command line
 
-@pytest.mark.parametrize("name", ["check", "stats", "compare", "ab", "plot", "report", "watch", "sweep", "new"])
+@pytest.mark.parametrize("name", ["check", "stats", "compare", "ab", "plot", "report", "watch", "sweep",
+                                  "new"])
 def test_every_command_has_help(name, capsys):
     with pytest.raises(SystemExit, match="0"):
         command(name, "--help")
@@ -74,7 +82,13 @@ def test_a_new_record_is_valid(root, first, capsys):
 
 
 def test_the_records_of_this_repository_are_valid():
-    assert {folder.name: check(folder)[0] for folder in folders(RECORDS)} == {folder.name: [] for folder in folders(RECORDS)}
+    """Where the clone is shallow their sources cannot be held against their commits, and a note says so."""
+    shallow = not (ROOT / ".git").exists() or git(ROOT, "rev-parse", "--is-shallow-repository") == "true"
+    assert len(folders(RECORDS)) >= 6
+    for folder in folders(RECORDS):
+        problems, notes = check(folder)
+        assert problems == [], folder
+        assert shallow or not any("not checked" in note for note in notes)
 
 
 def change_json(folder: Path, **fields) -> None:
@@ -84,34 +98,53 @@ def change_json(folder: Path, **fields) -> None:
 
 def change_log(folder: Path, pattern: str, replacement: str, count: int = 1) -> None:
     log = find_logs(folder)[0]
-    text, changed = re.subn(pattern, replacement, log.read_text(), count=count)
+    text, changed = re.subn(pattern, replacement, gzip.decompress(log.read_bytes()).decode(), count=count)
     assert changed, f"nothing to change: {pattern}"
-    log.write_text(text)
+    log.write_bytes(gzip.compress(text.encode()))
+
+
+def change_byte(log: Path, at: int) -> None:
+    contents = bytearray(log.read_bytes())
+    contents[at] ^= 1
+    log.write_bytes(contents)
 
 
 @pytest.mark.parametrize("damage, problem", [
     (lambda f: change_json(f, mean_loss=3.27), "mean_loss is 3.27, but the logs give"),
     (lambda f: change_json(f, p_value=0.001), "p_value is 0.001, but the logs give"),
-    (lambda f: change_json(f, seeds=[0, 1, 2, 3, 5]), "seeds is [0, 1, 2, 3, 5], but the logs give [0, 1, 2, 3, 4]"),
+    (lambda f: change_json(f, seeds=[0, 1, 2, 3, 5]), "seeds is [0, 1, 2, 3, 5], but the logs give [0, 1, 2, "
+                                                      "3, 4]"),
     (lambda f: change_json(f, hardware=["NVIDIA B200"]), "hardware is ['NVIDIA B200']"),
     (lambda f: change_json(f, parent="gone"), "parent 'gone': "),
     (lambda f: change_json(f, date="2026-11-20"), "the folder's name does not begin with its date"),
     (lambda f: change_json(f, date="yesterday"), "date 'yesterday' is not of the form"),
     (lambda f: change_json(f, runs=[{}]), "a run needs 'log' as str, found nothing"),
     (lambda f: change_json(f, note="new"), "unknown note"),
-    (lambda f: change_json(f, schema=2), "read a JSON object with schema 1"),
+    (lambda f: change_json(f, schema=1), "read a JSON object with schema 2"),
+    (lambda f: change_json(f, commit="0" * 40), "commit is 000000000000, but the logs name"),
+    (lambda f: change_json(f, commit="0" * 40), "commit 000000000000 is not in this repository, so what ran "
+                                                "is unknown"),
+    (lambda f: change_json(f, commit="HEAD"), "commit 'HEAD': expected all 40 hexadecimal digits"),
+    (lambda f: change_json(f, commit=commit_sources(f.parent.parent, CHANGED)), "has sources with the hash"),
+    (lambda f: change_json(f, commit=commit_sources(f.parent.parent)), "but the logs name"),
+    (lambda f: (f / "changes.patch").write_text("nonsense"), "the patch does not fit the commit"),
     (lambda f: (f / "record.json").write_text("{"), "not JSON"),
     (lambda f: (f / "record.json").unlink(), "no record.json"),
     (lambda f: (f / "README.md").unlink(), "no README.md"),
     (lambda f: (f / "README.md").write_text("# Nothing"), '"## Why it works" is missing'),
-    (lambda f: (f / "sources/train_gpt.py").write_text("other"), "sources/ (2 files) has another hash"),
-    (lambda f: (f / "sources/added.py").write_text(""), "sources/ (3 files) has another hash"),
-    (lambda f: shutil.rmtree(find_logs(f)[0].parent), "seeds is [0, 1, 2, 3, 4], but the logs give [1, 2, 3, 4]"),
+    (lambda f: (f / "README.md").write_text("# Nothing"), "it does not say how to run commit"),
+    (lambda f: change_byte(find_logs(f)[2], 500), "cannot be unpacked"),
+    (lambda f: change_log(f, r'("step": 7, "loss": \d\.\d{3})\d', r"\g<1>0"),
+     "log has changed since the record was made"),
+    (lambda f: find_logs(f)[0].unlink(), "record.json has the runs"),
+    (lambda f: find_logs(f)[0].unlink(), "seeds is [0, 1, 2, 3, 4], but the logs give [1, 2, 3, 4]"),
     (lambda f: change_log(f, '"seed": 0', '"seed": 1', 2), "repeat seeds"),
-    (lambda f: change_log(f, '"driver": "580.95"', '"driver": "590.1"'), "ran in different environments: driver"),
+    (lambda f: change_log(f, '"driver": "580.95"', '"driver": "590.1"'),
+     "ran in different environments: driver"),
     (lambda f: change_log(f, r'"ms": \d+', '"ms": 999'), "work ran outside the clock"),
     (lambda f: change_log(f, r'.*"kind": "step", "step": 7,.*\n', ""), "do not count 1 to 60"),
-    (lambda f: change_log(f, r'("kind": "summary".*"loss": )3\.\d+', r"\g<1>3.1"), "the summary's loss is 3.1"),
+    (lambda f: change_log(f, r'("kind": "summary".*"loss": )3\.\d+', r"\g<1>3.1"),
+     "the summary's loss is 3.1"),
     (lambda f: change_log(f, r'.*"validation", "step": 60,.*\n', ""), "no validation after the last step"),
     (lambda f: change_log(f, r'.*"summary".*\n', ""), "not finished"),
 ])
@@ -122,20 +155,104 @@ def test_check_finds_damage(first, damage, problem):
 
 
 def test_one_run_says_so(root, capsys):
-    write_run(root / "runs", "single")
+    write_run(root / "runs", "single", header={"commit": git(root.parent, "rev-parse", "HEAD")})
     words = {"title": "One run", "contributors": [], "parent": None}
     folder = create(read_logs([root / "runs" / "*-single"]), root, "single", words, changed="x", why="y")
     problems, notes = check(folder)
-    assert problems == [] and "n = 1: one run shows no spread" in notes[0] and "n = 1" in (folder / "README.md").read_text()
+    assert problems == [] and "n = 1: one run shows no spread" in notes[0]
+    assert "n = 1" in (folder / "README.md").read_text()
     assert json.loads((folder / "record.json").read_text())["p_value"] is None
 
 
-def test_notes_of_a_slower_record(root):
-    write_run(root / "runs", "slower", 0, pace_ms=40.0, header={"dirty": True})
-    write_run(root / "runs", "slower", 1, pace_ms=40.0, header={"dirty": True})
+def test_notes_of_a_slower_record(root, first):
+    header = {"dirty": True, "commit": load(first).data["commit"]}
+    for seed in range(2):
+        write_run(root / "runs", "slower", seed, pace_ms=40.0, header=header)
     words = {"title": "Slower", "contributors": [], "parent": "2026-11-21_first"}
-    problems, notes = check(create(read_logs([root / "runs" / "*-slower"]), root, "slower", words, changed="x", why="y"))
+    slower = create(read_logs([root / "runs" / "*-slower"]), root, "slower", words, changed="x", why="y")
+    problems, notes = check(slower)
     assert problems == [] and "uncommitted changes" in notes[-2] and "not faster than its parent" in notes[-1]
+
+
+# The sources of a record, in git
+
+def test_a_log_keeps_every_byte(root, first):
+    """Packed, and the same each time; what a run wrote comes out again."""
+    runs = find_logs(root / "runs")
+    packed = find_logs(first)
+    assert [log.name for log in packed] == [f"{log.parent.name}.jsonl.gz" for log in runs]
+    assert [gzip.decompress(log.read_bytes()) for log in packed] == [log.read_bytes() for log in runs]
+    assert all(log.read_bytes()[4:8] == bytes(4) for log in packed)         # gzip's time stamp
+    assert [run.label for run in read_logs([first])] == [run.label for run in read_logs([root / "runs"])]
+
+
+def test_changes_on_top_of_a_commit_are_kept(root, tmp_path):
+    """A file that is changed, one that is new and one that is gone, beside a staged one that is no source."""
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    (tmp_path / "train_gpt.py").write_bytes(b"print('other')")
+    (tmp_path / "kernels/new.py").write_bytes(b"new = '\xff'\r\n")
+    (tmp_path / ".gitignore").write_text("new.py\n")
+    (tmp_path / "kernels/xxt.py").unlink()
+    git(tmp_path, "add", ".gitignore")
+    staged, patch = git(tmp_path, "status", "--porcelain"), sources.source_changes(tmp_path)
+    assert git(tmp_path, "status", "--porcelain") == staged and b"gitignore" not in patch
+    assert b"README" not in patch
+    expected = {"train_gpt.py": b"print('other')", "kernels/new.py": b"new = '\xff'\r\n"}
+    assert sources.project_sources(tmp_path) == history.sources_at(tmp_path, commit, patch) == expected
+    log = write_run(root / "runs", "changed", sources=expected, header={"commit": commit, "dirty": True})
+    (log.parent / "changes.patch").write_bytes(patch)
+    git(tmp_path, "reset", "--quiet", "--hard")
+    (tmp_path / "kernels/new.py").unlink()
+    assert sources.source_changes(tmp_path) == b""
+    folder = create(read_logs([log]), root, "changed", WORDS, changed="x", why="y")
+    problems, notes = check(folder)
+    assert problems == [] and f"are those of commit {commit[:12]} with changes.patch" in notes[1]
+    (again,) = re.findall(r"^    (git worktree.*)$", (folder / "README.md").read_text(), re.M)
+    subprocess.run(again.split("&& torchrun")[0] + "&& pwd", shell=True, cwd=tmp_path, check=True,
+                   capture_output=True)
+    assert sources.project_sources(tmp_path.parent / folder.name) == expected
+    (folder / "changes.patch").unlink()
+    assert "has sources with the hash" in check(folder)[0][0]
+
+
+def test_a_record_names_another_commit_than_its_logs(root, tmp_path):
+    """The tree had changes, kept nowhere, but a later commit holds what ran."""
+    first, commit = git(tmp_path, "rev-parse", "HEAD"), commit_sources(tmp_path, CHANGED)
+    log = write_run(root / "runs", "later", sources=CHANGED, header={"commit": first, "dirty": True})
+    with pytest.raises(RecordError, match="not those of commit .*; commit what ran, and name it with "
+                                          "--commit"):
+        create(read_logs([log]), root, "later", WORDS)
+    words = ["new", log, "--name", "later", "--title", "Later", "--changed", "x", "--why", "y", "--commit",
+             commit]
+    assert command("--records", root, *words) == 0
+    problems, notes = check(root / "2026-11-21_later")
+    assert problems == [] and f"the logs name commit {first[:12]} with uncommitted changes" in notes[1]
+
+
+def test_a_shallow_clone_says_what_it_cannot_check(root, first, tmp_path):
+    git(tmp_path, "add", "records", "README.md")
+    commit_sources(tmp_path, CHANGED)
+    git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{tmp_path}", str(tmp_path / "clone"))
+    problems, notes = check(tmp_path / "clone/records" / first.name)
+    assert problems == [] and "not checked: this clone is shallow and lacks commit" in notes[0]
+    assert "`git fetch --unshallow` brings it" in notes[0]
+    git(tmp_path / "clone", "fetch", "--quiet", "--unshallow")
+    assert check(tmp_path / "clone/records" / first.name) == ([], [])
+
+
+def test_without_git_a_record_is_not_checked_against_its_commit(first, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    problems, notes = check(first)
+    assert problems == [] and notes == ["its sources were not checked: git is not installed"]
+    assert sources.source_changes(ROOT) == b""
+    change_log(first, '"sources": "', '"sources": "0')
+    assert check(first)[0]                                  # all that needs no history is still checked
+
+
+def test_a_folder_outside_any_repository(tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "ROOT", tmp_path)
+    with pytest.raises(history.NoHistory, match="git shows no repository here .*not a git repository"):
+        history.sources_at(tmp_path, "0" * 40)
 
 
 def test_create_refuses(root):
@@ -144,17 +261,22 @@ def test_create_refuses(root):
         create(runs, root, "first", WORDS)
     with pytest.raises(RecordError, match="letters, digits"):
         create(runs, root, "a/b", WORDS)
-    with pytest.raises(RecordError, match="parent 'gone': no record of that name; there are: 2026-11-21_first"):
+    with pytest.raises(RecordError, match="parent 'gone': no record of that name; there are: "
+                                          "2026-11-21_first"):
         create(runs, root, "other", {**WORDS, "parent": "gone"})
-    (root / "runs" / "sources" / runs[0].header["sources"] / "train_gpt.py").write_text("changed")
-    with pytest.raises(RecordError, match="changed since"):
+    other = {**WORDS, "commit": commit_sources(root.parent, CHANGED)}
+    with pytest.raises(RecordError, match="the runs' sources are not those of commit"):
+        create(runs, root, "other", other)
+    for run in runs:
+        run.header["commit"] = None
+    with pytest.raises(RecordError, match="the logs name no commit"):
         create(runs, root, "other", WORDS)
 
 
 # Comparisons
 
 def test_compare(root):
-    add_second(root, header={"driver": "590.1"})
+    add_second(root, driver="590.1")
     a, b = load_all(root)
     result = compare(a.runs, b.runs)
     assert result["time_s"]["difference"] == pytest.approx(b.data["mean_time_s"] - a.data["mean_time_s"])
@@ -170,21 +292,26 @@ def test_compare(root):
 
 def test_differences_are_shown_where_they_begin(root):
     layers = [{"attention": True, "skip_from": None}] * 5
-    add_second(root, header={"devices": ["NVIDIA H200"] * 8})
+    add_second(root, devices=["NVIDIA H200"] * 8)
     a, b = load_all(root)
-    a.runs[0].header["config"]["layers"], b.runs[0].header["config"]["layers"] = layers, [*layers[1:], {"attention": False}]
+    a.runs[0].header["config"]["layers"], b.runs[0].header["config"]["layers"] = layers, [*layers[1:],
+                                                                                          {"attention": False}]
     text = compare_text(compare(a.runs[:1], b.runs[:1]))
-    assert "machine (4 × NVIDIA H200 / 8 × NVIDIA H200)" in text and re.search(r"layers \(….*True.* / ….*False", text)
+    assert "machine (4 × NVIDIA H200 / 8 × NVIDIA H200)" in text
+    assert re.search(r"layers \(….*True.* / ….*False", text)
 
 
 def test_ab_takes_turns_and_compares(root, capfd):
-    commands = [f"{TRAINER} {root / 'runs'} --name {name} --lr {lr}" for name, lr in [("slow", 0.02), ("fast", 0.023)]]
+    commands = [f"{TRAINER} {root / 'runs'} --name {name} --lr {lr}"
+                for name, lr in [("slow", 0.02), ("fast", 0.023)]]
     assert command("--records", root, "ab", *commands, "-n", 2, "--json") == 0
     printed = capfd.readouterr()
     assert [line.split("--name ")[1] for line in printed.err.splitlines() if line.startswith("$")] == [
-        "slow --lr 0.02 --seed 0", "fast --lr 0.023 --seed 0", "fast --lr 0.023 --seed 1", "slow --lr 0.02 --seed 1"]
+        "slow --lr 0.02 --seed 0", "fast --lr 0.023 --seed 0", "fast --lr 0.023 --seed 1",
+        "slow --lr 0.02 --seed 1"]
     result = json.loads(printed.out)
-    assert result["loss"]["a"]["n"] == result["loss"]["b"]["n"] == 2 and set(result["configuration"]) == {"lr"}
+    assert result["loss"]["a"]["n"] == result["loss"]["b"]["n"] == 2
+    assert set(result["configuration"]) == {"lr"}
 
 
 def test_launch_refuses(tmp_path):
@@ -200,13 +327,16 @@ def test_launch_refuses(tmp_path):
 
 def test_sweep_resumes(root, capfd):
     def run(seeds: int, *more: object) -> int:
-        words = ["--set", "lr=0.02,0.023", "--seeds", seeds, "--name", "rate", "--", *TRAINER.split(), root / "runs", *more]
+        words = ["--set", "lr=0.02,0.023", "--seeds", seeds, "--name", "rate", "--", *TRAINER.split(),
+                 root / "runs", *more]
         return command("--records", root, "sweep", *words)
 
     assert run(1) == 0 and len(find_logs(root / "runs" / "*-rate-*")) == 2
-    assert "| -" in (printed := capfd.readouterr().out) and re.search(r"\| lr=0.023 +\| +1 \| 3\.\d{4}\* ", printed)
+    assert "| -" in (printed := capfd.readouterr().out) and re.search(r"\| lr=0.023 +\| +1 \| 3\.\d{4}\* ",
+                                                                      printed)
     assert run(2) == 0
-    assert capfd.readouterr().err.count("not repeated") == 2 and len(find_logs(root / "runs" / "*-rate-*")) == 4
+    assert capfd.readouterr().err.count("not repeated") == 2
+    assert len(find_logs(root / "runs" / "*-rate-*")) == 4
     assert run(1, "--steps", 30) == 0  # another command is another sweep, of the same name or not
     assert "not repeated" not in capfd.readouterr().err and len(find_logs(root / "runs" / "*-rate-*")) == 6
     log = next(log for log in find_logs(root / "runs" / "*-rate-*") if '"steps": 18' in log.read_text())
@@ -220,14 +350,17 @@ def test_sweep_goes_on_after_a_divergence(root, capfd):
     for done_before in (0, 3):
         assert command("--records", root, "sweep", *words) == 0
         printed = capfd.readouterr()
-        assert re.search(r"\| lr=9 +\| +- \| diverged ", printed.out) and "step 4: the training loss is nan" in printed.out
+        assert re.search(r"\| lr=9 +\| +- \| diverged ",
+                         printed.out) and "step 4: the training loss is nan" in printed.out
         assert printed.err.count("not repeated") == done_before
     words[1] = "lr=9"
-    assert command("--records", root, "sweep", *words) == 2 and "every combination diverged" in capfd.readouterr().err
+    assert command("--records", root, "sweep", *words) == 2
+    assert "every combination diverged" in capfd.readouterr().err
 
 
 def test_sweep_settings():
-    assert sweep.parse_settings(["lr=1,2", "windows=[1,3],[3,7]"]) == {"lr": ["1", "2"], "windows": ["[1,3]", "[3,7]"]}
+    assert sweep.parse_settings(["lr=1,2", "windows=[1,3],[3,7]"]) == {"lr": ["1", "2"],
+                                                                       "windows": ["[1,3]", "[3,7]"]}
     for wrong in (["lr"], ["lr=1", "lr=2"], ["seed=1"], ["lr=1,,2"]):
         with pytest.raises(RecordError, match="--set"):
             sweep.parse_settings(wrong)
@@ -268,7 +401,8 @@ def test_schedule_panels(first):
     run = load(first).runs[0]
     drawn, note = schedule.panels(run)
     assert not note
-    assert [title for title, _ in drawn] == ["learning rate (×)", "batch (tokens)", "window (blocks)", "momentum"]
+    assert [title for title, _ in drawn] == ["learning rate (×)", "batch (tokens)", "window (blocks)",
+                                             "momentum"]
     assert dict(drawn)["window (blocks)"]["long attention window"][-1] == 11
     change_log(first, r'"momentum": 0.95, "windows": .*?], ', "", count=0)  # as the first logs were
     drawn, note = schedule.panels(load(first).runs[0])
@@ -276,11 +410,12 @@ def test_schedule_panels(first):
 
 
 def test_report(root):
-    add_second(root, header={"driver": "590.1"})
+    add_second(root, driver="590.1")
     page, notes = report.write(root)
     html = page.read_text()
     assert notes == [] and html.count("<section") == 2 and html.count("<svg") == 11
-    assert "The first &lt;recipe&gt;" in html and "train_gpt.py +1 -0" in html and "lr (0.023 / 0.026)" in html
+    assert "The first &lt;recipe&gt;" in html and "train_gpt.py +1 -0" in html
+    assert "lr (0.023 / 0.026)" in html
     assert "driver (580.95 / 590.1)" in html
     assert not re.search(r'<script|(?:src|href)="(?!#|data:|2026-)', html), "the page must need no server"
     identifiers = re.findall(r'\bid="([^"]+)"', html)
@@ -298,7 +433,8 @@ def test_report_without_records_or_markers(tmp_path):
 
 def stale(root: Path) -> bool:
     """Whether the README beside `root` shows another table than its records give."""
-    return markdown.between((root.parent / "README.md").read_text(), report.MARKER) != report.readme_table(load_all(root))
+    return markdown.between((root.parent / "README.md").read_text(),
+                            report.MARKER) != report.readme_table(load_all(root))
 
 
 def test_a_stale_readme_is_noticed(root):
@@ -318,10 +454,13 @@ def test_the_readme_of_this_repository_is_not_stale():
 def test_watch(root, capsys):
     log = write_run(root / "runs", "now", pace_ms=27.0, day=datetime(2026, 11, 22))
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:50]))
-    assert command("--records", root, "watch", "--once") == 0  # the newest run, against the fastest record of its preset
+    # The newest run, against the fastest record of its preset.
+    assert command("--records", root, "watch", "--once") == 0
     printed = capsys.readouterr().out
-    assert re.search(r"-now: step 42 of 60\n", printed) and "tokens/s" in printed and re.search(r"\d s left", printed)
-    assert "from the target 3.28" in printed and re.search(r"2026-11-21_first had 3\.\d{4} at this time", printed)
+    assert re.search(r"-now: step 42 of 60\n", printed) and "tokens/s" in printed and re.search(r"\d s left",
+                                                                                                printed)
+    assert "from the target 3.28" in printed and re.search(r"2026-11-21_first had 3\.\d{4} at this time",
+                                                           printed)
     assert "ahead" in printed
 
 
@@ -345,7 +484,8 @@ def test_a_run_of_the_cpu_preset(tmp_path):
                    env=environment(RUNS_PATH=str(tmp_path / "runs")))
     assert command("stats", tmp_path / "runs", "--target", 10) == 0
     assert command("plot", tmp_path / "runs", "--out", tmp_path / "plots") == 0
-    assert {"loss-time.png", "step-time.svg", "schedule.svg"} <= {path.name for path in (tmp_path / "plots").iterdir()}
+    assert {"loss-time.png", "step-time.svg", "schedule.svg"} <= {path.name
+                                                                  for path in (tmp_path / "plots").iterdir()}
     (tmp_path / "records").mkdir()
     runs = read_logs([tmp_path / "runs"])
     folder = create(runs, tmp_path / "records", "cpu", WORDS, changed="Nothing.", why="It does not.")

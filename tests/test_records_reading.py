@@ -1,4 +1,4 @@
-"""Records, the reading half: statistics, what may be pooled, our logs and foreign ones. The runs are made up."""
+"""Records, the reading half: statistics, what may be pooled, our logs and foreign ones, all made up."""
 import json
 import math
 from pathlib import Path
@@ -13,7 +13,8 @@ from records.tools.schema import RecordError
 from tests.synthetic import SOURCES, command, write_run
 
 PUBLISHED = [3.2779, 3.2782, 3.2782, 3.2788, 3.2814, 3.2807, 3.2780, 3.2780, 3.2795, 3.2802]
-# Shortened from the form of a public log: a line of the sources that looks like a result must not be taken for one.
+# Shortened from the form of a public log: a line of the sources that looks like a result must not be taken
+# for one.
 FOREIGN = """print("step:1/3 val_loss:1.0000 train_time:1ms step_avg:1.00ms")
 {bar}
 Running Python 3.11.10 (main, Sep  7 2024, 18:35:41) [GCC 11.4.0]
@@ -49,13 +50,17 @@ def root(tmp_path: Path) -> Path:
 # Statistics
 
 def test_published_sample():
-    """Ten published losses. p = 0.0018 is quoted with them, but t = -2.245 with 9 degrees of freedom is p = 0.0257."""
+    """Ten published losses. p = 0.0018 is quoted with them, but t = -2.245 with 9 degrees of freedom is p =
+    0.0257.
+    """
     sample = stats.describe(PUBLISHED)
     assert f"{sample.mean:.4f}" == "3.2791" and f"{sample.standard_deviation:.4f}" == "0.0013"
     t = (sample.mean - 3.28) / sample.standard_error
-    assert f"{t:.3f}" == "-2.245" and f"{stats.p_below(PUBLISHED, 3.28):.4f}" == f"{scipy_stats.t.cdf(t, 9):.4f}" == "0.0257"
+    assert f"{t:.3f}" == "-2.245"
+    assert f"{stats.p_below(PUBLISHED, 3.28):.4f}" == f"{scipy_stats.t.cdf(t, 9):.4f}" == "0.0257"
     assert "4 more runs would show that it is below 3.28" in stats.verdict(PUBLISHED, 3.28)
-    assert "is below 3.281" in stats.verdict(PUBLISHED, 3.281) and "is above 3.277" in stats.verdict(PUBLISHED, 3.277)
+    assert "is below 3.281" in stats.verdict(PUBLISHED,
+                                             3.281) and "is above 3.277" in stats.verdict(PUBLISHED, 3.277)
 
 
 def test_statistics_against_scipy():
@@ -63,7 +68,8 @@ def test_statistics_against_scipy():
     for n_a, n_b in [(2, 2), (3, 7), (10, 10), (30, 4)]:
         a, b = random.normal(3.28, 0.002, n_a), random.normal(3.279, 0.004, n_b)
         assert stats.describe(a).standard_error == pytest.approx(scipy_stats.sem(a))
-        assert stats.p_below(a, 3.28) == pytest.approx(scipy_stats.ttest_1samp(a, 3.28, alternative="less").pvalue)
+        assert stats.p_below(a, 3.28) == pytest.approx(scipy_stats.ttest_1samp(a, 3.28,
+                                                                               alternative="less").pvalue)
         found, expected = stats.welch(a, b), scipy_stats.ttest_ind(b, a, equal_var=False)
         interval = expected.confidence_interval(0.95)
         assert (found.p, found.low, found.high) == pytest.approx((expected.pvalue, *interval))
@@ -71,7 +77,7 @@ def test_statistics_against_scipy():
 
 
 def test_more_runs_decide():
-    """With the promised number of runs, and the same mean and spread, the test decides; with one less it does not."""
+    """With the promised number of runs, mean and spread the same, the test decides, and with one less not."""
     losses = [3.2780, 3.2800, 3.2795]
     more = stats.more_runs(losses, 3.28)
     sample = stats.describe(losses)
@@ -87,8 +93,8 @@ def test_smallest_difference_is_found_in_four_of_five_tries():
     random = np.random.default_rng(1)
     smallest = stats.welch([0.0, 1.0, 2.0] * 4, [0.0, 1.0, 2.0] * 4).smallest
     spread = np.std([0.0, 1.0, 2.0] * 4, ddof=1)
-    p = scipy_stats.ttest_ind(random.normal(smallest, spread, (4000, 12)), random.normal(0, spread, (4000, 12)), axis=1,
-                              equal_var=False).pvalue
+    p = scipy_stats.ttest_ind(random.normal(smallest, spread, (4000, 12)),
+                              random.normal(0, spread, (4000, 12)), axis=1, equal_var=False).pvalue
     assert 0.75 < np.mean(p < 0.05) < 0.85
 
 
@@ -161,7 +167,8 @@ def test_growing_and_truncated_logs_are_partial(root, keep, capsys):
 def test_stopped_log(root):
     log = find_logs(root / "runs")[0]
     lines = log.read_text().splitlines()[:20]
-    log.write_text("\n".join([*lines, json.dumps({"kind": "stopped", "step": 17, "reason": "loss is NaN"})]) + "\n")
+    log.write_text("\n".join([*lines, json.dumps({"kind": "stopped", "step": 17, "reason": "loss is NaN"})])
+                   + "\n")
     assert read_log(log).warnings == ["stopped at step 17: loss is NaN"]
 
 
@@ -171,10 +178,13 @@ def test_stopped_log(root):
     (lambda lines: [*lines[:5], "{half", *lines[5:]], ":6: not JSON"),
     (lambda lines: [*lines[:5], lines[0], *lines[5:]], "two runs wrote into one log"),
     (lambda lines: [*lines, lines[5]], "a line after the run's last one"),
-    (lambda lines: [lines[0].replace('"schema": 1', '"schema": 2')], "log schema 2; these tools read schema 1"),
+    (lambda lines: [lines[0].replace('"schema": 1', '"schema": 2')], "log schema 2; these tools read schema "
+                                                                     "1"),
     (lambda lines: [lines[0], lines[1].replace('"ms"', '"milliseconds"')], "step line needs 'ms'"),
-    (lambda lines: [lines[0], lines[1].replace('"windows": [1, 3]', '"windows": [1]')], r"needs 'windows' as \[short, long\]"),
-    (lambda lines: [lines[0].replace('"preset": "made-up"', '"preset": null')], "needs 'preset' as str, found None"),
+    (lambda lines: [lines[0], lines[1].replace('"windows": [1, 3]', '"windows": [1]')],
+     r"needs 'windows' as \[short, long\]"),
+    (lambda lines: [lines[0].replace('"preset": "made-up"', '"preset": null')],
+     "needs 'preset' as str, found None"),
     (lambda lines: [lines[0], '{"kind": "other"}'], "kind 'other'"),
 ])
 def test_malformed_logs(root, change, message):
@@ -197,7 +207,8 @@ def test_foreign_log(tmp_path):
     run = read_log(foreign_log(tmp_path, "a"))
     assert run.finished and run.loss == 3.2796 and run.time_s == 0.819
     assert run.steps["ms"].tolist() == [376, 220, 223] and run.validations["step"].tolist() == [0, 3]
-    assert run.header["versions"] == {"python": "3.11.10", "torch": "2.10.0+cu128", "cuda": "12.8", "triton": "3.6.0"}
+    assert run.header["versions"] == {"python": "3.11.10", "torch": "2.10.0+cu128", "cuda": "12.8",
+                                      "triton": "3.6.0"}
     assert run.header["driver"] == "580.126.09" and run.header["devices"] == ["NVIDIA H100 80GB HBM3"] * 2
     assert run.summary["peak_memory_bytes"] == 37352 * 2**20
 
@@ -210,7 +221,8 @@ def test_foreign_logs_go_to_stats_compare_and_plot(tmp_path, root, capsys):
     for log in logs:
         log.rename(tmp_path / "theirs" / log.name)
     assert command("compare", tmp_path / "theirs", root / "runs") == 0
-    assert "WARNING: machine, driver or versions differ" in (printed := capsys.readouterr().out) and "all steps" in printed
+    assert "WARNING: machine, driver or versions differ" in (printed := capsys.readouterr().out)
+    assert "all steps" in printed
     assert command("plot", tmp_path / "theirs", f"ours={root / 'runs'}", "--out", tmp_path / "plots") == 0
     assert (tmp_path / "plots" / "loss-time.png").exists()
 
@@ -234,7 +246,8 @@ def test_cut_foreign_log(tmp_path):
     path = foreign_log(tmp_path, "a")
     path.write_text(path.read_text().split("step:3/3")[0])
     run = read_log(path)
-    assert not run.finished and run.warnings == ["not finished: ends at step 2 of 3, without the last validation"]
+    assert not run.finished and run.warnings == ["not finished: ends at step 2 of 3, without the last "
+                                                 "validation"]
 
 
 def test_text_that_is_no_log(tmp_path):

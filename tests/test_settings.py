@@ -1,4 +1,4 @@
-"""A command line becomes a configuration: made-up settings, since this part knows nothing of the program's."""
+"""A command line becomes a configuration: of made-up settings, since this part does not know the program."""
 from dataclasses import dataclass
 
 import pytest
@@ -30,7 +30,8 @@ class Config:
     fp8: tuple[str, ...] = ("head", "mlp")
     reference: tuple[str, ...] = ()
     layers: tuple[Layer, ...] = (Layer(), Layer(wide=True))
-    stages: tuple[Stage, ...] = (Stage(64, (1, 3), 1.0, ((1, 1), (0.5, 0.0))), Stage(128, (3, 7), 1.5, ((1, 1),)))
+    stages: tuple[Stage, ...] = (Stage(64, (1, 3), 1.0, ((1, 1), (0.5, 0.0))),
+                                 Stage(128, (3, 7), 1.5, ((1, 1),)))
 
 
 PRESETS = {"small": Config(), "large": Config(preset="large", steps=90)}
@@ -43,21 +44,25 @@ def parsed(*argv: str, **environment: str) -> Config:
 def test_every_field_is_a_flag():
     assert parsed() == PRESETS["small"] and parsed("--preset", "large") == PRESETS["large"]
     config = parsed("--steps", "7", "--lr=1", "--smear", "false", "--lengths", "4", "--data_path", "there")
-    assert (config.steps, config.lr, config.smear, config.lengths, config.data_path) == (7, 1.0, False, (4,), "there")
+    assert (config.steps, config.lr, config.smear, config.lengths, config.data_path) == (7, 1.0, False, (4,),
+                                                                                         "there")
     assert type(config.lr) is float and parsed("--lengths", "4,5").lengths == (4, 5)
 
 
 def test_names_in_a_list():
-    assert parsed("--fp8", "head").fp8 == ("head",) and parsed("--reference", "mlp, smear").reference == ("mlp", "smear")
+    assert parsed("--fp8", "head").fp8 == ("head",) and parsed("--reference",
+                                                               "mlp, smear").reference == ("mlp", "smear")
     assert parsed("--fp8", "none").fp8 == parsed("--fp8", "").fp8 == parsed("--fp8", "()").fp8 == ()
-    assert parsed("--fp8", "(head,attention)").fp8 == ("head", "attention")     # as inside `--try fp8=(head,attention)`
+    # As inside `--try fp8=(head,attention)`.
+    assert parsed("--fp8", "(head,attention)").fp8 == ("head", "attention")
 
 
 def test_a_column_of_the_stages_takes_a_value_a_stage():
     config = parsed("--batch_tokens", "256,512", "--windows", "(1,3),(5,11)", "--lr_scale", "1,2")
     assert [stage.batch_tokens for stage in config.stages] == [256, 512]
     assert [stage.windows for stage in config.stages] == [(1, 3), (5, 11)]
-    assert [stage.lr_scale for stage in config.stages] == [1.0, 2.0] and type(config.stages[0].lr_scale) is float
+    assert [stage.lr_scale for stage in config.stages] == [1.0,
+                                                           2.0] and type(config.stages[0].lr_scale) is float
     assert config.stages[0].multi_token == ((1, 1), (0.5, 0.0))
     assert change(config, lr_scale=(3.0, 4.0), steps=5).stages[1] == Stage(512, (5, 11), 4.0, ((1, 1),))
 
@@ -109,7 +114,8 @@ def test_help_names_every_setting(capsys):
 
 def test_a_log_has_the_stages_as_columns():
     values = flat(PRESETS["small"])
-    assert values["batch_tokens"] == (64, 128) and values["windows"] == ((1, 3), (3, 7)) and "stages" not in values
+    assert values["batch_tokens"] == (64, 128) and values["windows"] == ((1, 3),
+                                                                         (3, 7)) and "stages" not in values
     assert values["layers"] == ({"wide": False}, {"wide": True}) and values["steps"] == 30
 
 

@@ -1,6 +1,5 @@
 """The timetable of collectives: pinned as text for 1, 2, 4 and 8 ranks, and compared with a step."""
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest

@@ -1,9 +1,10 @@
 """Which collective of a training step starts where, and where it is waited for: communication as data.
 
-A step's forward pass has stops: "n-grams", "embedding", "layer 0", "layer 1", …, "head". Its backward pass comes by them
-in reverse. One function makes a list of transfers from what the groups of parameters send, the kind of step and the
-number of ranks. `Optimizer` in train_gpt.py walks that list with two pointers, and `python train_gpt.py --timetable 4`
-prints it. tests/test_timetable.py pins it for 1, 2, 4 and 8 ranks and compares it with what a step really sends.
+A step's forward pass has stops: "n-grams", "embedding", "layer 0", "layer 1", …, "head". Its backward pass
+comes by them in reverse. One function makes a list of transfers from what the groups of parameters send, the
+kind of step and the number of ranks. `Optimizer` in train_gpt.py walks that list with two pointers, and
+`python train_gpt.py --timetable 4` prints it. tests/test_timetable.py pins it for 1, 2, 4 and 8 ranks and
+compares it with what a step really sends.
 
     weights     all_gather, started two stops before the forward pass needs them, under the layers between
     gradients   reduce_scatter, started once the backward pass has left the stop that uses the weights first
@@ -12,14 +13,15 @@ prints it. tests/test_timetable.py pins it for 1, 2, 4 and 8 ranks and compares 
 """
 from typing import NamedTuple
 
-SMALL = "small groups"  # All groups that every rank updates have their gradients in one buffer: one sum takes them.
+# All groups that every rank updates have their gradients in one buffer, so one sum takes them.
+SMALL = "small groups"
 UPDATE = "update"  # the place after the backward pass
 
 
 class Traffic(NamedTuple):
     """What a group of parameters asks of the ranks."""
     group: str
-    rounds: list[str]  # of each round, what one collective takes, the first stop that uses it; empty: sends nothing
+    rounds: list[str]  # What one collective takes is a round: its first use. A group without any sends nothing.
     every_step: bool  # updated in every step, not only in those that update Adam's groups
     replicated: bool = False  # too small to share out: every rank makes the whole update
     tied_to: str | None = None  # until untied, the group whose weights it shares
@@ -30,7 +32,7 @@ class Transfer(NamedTuple):
     kind: str  # all_gather, reduce_scatter, all_reduce or all_to_all
     what: str  # a group, SMALL, or what the model itself sends
     round: int | None  # of the group's rounds; None: all of it
-    start: str  # A gather starts when the forward pass comes to this stop, a sum when the backward pass has left it.
+    start: str  # the stop that the forward pass comes to (gathers) or that the backward pass has left (sums)
     wait: str
 
 
@@ -47,16 +49,16 @@ def stops_of(layers: int) -> list[str]:
     return ["n-grams", "embedding", *(f"layer {i}" for i in range(layers)), "head"]
 
 
-def rounds_by_use(traffic: list[Traffic], stops: list[str], tied: bool, adam: bool) -> list[tuple[int, str, int]]:
+def rounds_by_use(traffic: list[Traffic], stops: list[str], tied: bool, adam: bool) -> list[tuple]:
     """(place in `stops`, group, round) of all that is updated and shared out, by first use.
 
-    `adam`: the groups that are not updated in every step are due. While `tied`, a group is used where the group that is
-    tied to it is used.
+    `adam`: the groups that are not updated in every step are due. While `tied`, a group is used where the
+    group that is tied to it is used.
     """
     users = {one.tied_to: stops.index(one.rounds[0]) for one in traffic if tied and one.tied_to}
+    updated = [one for one in traffic if (adam or one.every_step) and not (tied and one.tied_to)]
     uses = [(min(stops.index(stop), users.get(one.group, len(stops))), one.group, i)
-            for one in traffic if not one.replicated and (adam or one.every_step) and not (tied and one.tied_to)
-            for i, stop in enumerate(one.rounds)]
+            for one in updated if not one.replicated for i, stop in enumerate(one.rounds)]
     return sorted(uses, key=lambda use: use[0])
 
 
@@ -64,9 +66,9 @@ def timetable(traffic: list[Traffic], layers: int, tied: bool, adam_updated: boo
               overlap: bool = True) -> Timetable:
     """The transfers of a step of a model with so many layers.
 
-    tied: the embedding is the head's weight. adam_updated, update_adam: the step before, and this one, update the groups
-    that are not updated in every step. Without `overlap` all gathers come before the first stop and all sums after the
-    backward pass.
+    tied: the embedding is the head's weight. adam_updated, update_adam: the step before, and this one, update
+    the groups that are not updated in every step. Without `overlap` all gathers come before the first stop
+    and all sums after the backward pass.
     """
     stops = stops_of(layers)
     gathers = []

@@ -1,4 +1,4 @@
-"""The ranks of a run: one process for each GPU, started by torchrun, or several on a CPU. One rank alone says nothing."""
+"""The ranks of a run: one process for each GPU, started by torchrun, or several on a CPU."""
 import math
 import os
 
@@ -14,7 +14,7 @@ class RankError(Exception):
 
 
 class World:
-    """This process's rank, its device, and the collectives by which it speaks to the others."""
+    """This process's rank, its device, and the collectives by which it speaks to the others, if there are any."""
 
     def __init__(self):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -23,8 +23,9 @@ class World:
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             if local >= torch.cuda.device_count():
-                raise RankError(f"{local + 1} or more processes on a machine with {torch.cuda.device_count()} GPUs; "
-                                f"use --nproc_per_node={torch.cuda.device_count()}")
+                count = torch.cuda.device_count()
+                raise RankError(f"{local + 1} or more processes on a machine with {count} GPUs; "
+                                f"use --nproc_per_node={count}")
             torch.cuda.set_device(self.device)
             # With a workspace cuBLASLt clears it before every FP8 matmul, which takes 0.7% of a step.
             os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
@@ -39,7 +40,7 @@ class World:
         return torch.cuda.get_device_properties(self.device).total_memory if on_gpu else math.inf
 
     def choose_collectives(self, copies: bool) -> None:
-        """Use the copy engines if that is wanted and possible. What their `zeros` makes lives as long as they do."""
+        """Use the copy engines if that is wanted and possible."""
         try:
             copies = copies and can_copy(self.device, self.size)
             self.collectives = PeerCopies(dist.group.WORLD) if copies else Collectives(self.size)

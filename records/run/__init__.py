@@ -1,8 +1,12 @@
 """What a training run needs beside the program: in reading order
 
 - `settings.py`  a command line becomes a configuration
+- `checks.py`    refuses a configuration that cannot work, naming the setting to change
+- `explain.py`   what `--explain` prints: the learning rate and decay of every group of parameters
 - `sources.py`   which files make a run what it is, their hash, and how they differ from the commit
 - `machine.py`   facts about devices, driver and versions
 - `log.py`       the run's folder and the lines of its log
 - `progress.py`  the progress bar, a log line for each step, and the summary
 """
+
+LOG_NAME, PATCH_NAME = "log.jsonl", "changes.patch"     # what a run's folder holds

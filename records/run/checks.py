@@ -1,4 +1,4 @@
-"""Which settings cannot work, and what a machine cannot train: refused before anything is made, naming the setting."""
+"""Settings that cannot work, and what a machine cannot train: refused at once, naming the setting."""
 from kernels import ngrams
 from kernels.attention import ATTENTION
 from records.run.settings import UserError
@@ -28,11 +28,12 @@ def check_schedule(config) -> None:
         raise UserError(f"--runs {config.runs}: at least 1")
     if config.val_sequence_length > config.val_chunk:
         raise UserError(f"--val_chunk {config.val_chunk} is smaller than --val_sequence_length "
-                        f"{config.val_sequence_length}; a chunk holds whole sequences: raise it or lower the other")
+                        f"{config.val_sequence_length}; a chunk holds whole sequences: raise it or lower the "
+                        "other")
     stages = len(config.stages)
     if config.steps < stages or config.extra_steps < 0:
-        raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for each of "
-                        f"{stages} stages")
+        raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for "
+                        f"each of {stages} stages")
     if config.softmax_samples < 0:
         raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, 0 for all")
 
@@ -40,34 +41,38 @@ def check_schedule(config) -> None:
 def check_model(config) -> None:
     """Heads that fill matrices, n-grams that fit the heads, and layers whose marks agree."""
     if config.qk_dim < 1 or 2 * config.heads * config.qk_dim % config.width:
-        raise UserError(f"--qk_dim {config.qk_dim}: the queries and keys of {config.heads} heads fill no whole number "
-                        f"of {config.width} x {config.width} matrices, which NorMuon takes; use a multiple of "
-                        f"{config.head_dim // 2}, half of --head_dim")
+        raise UserError(f"--qk_dim {config.qk_dim}: the queries and keys of {config.heads} heads fill no "
+                        f"whole number of {config.width} x {config.width} matrices, which NorMuon takes; use "
+                        f"a multiple of {config.head_dim // 2}, half of --head_dim")
     longest = len(ngrams.HASH)
     if len(config.ngrams) > config.heads or not all(1 <= length <= longest for length in config.ngrams):
-        raise UserError(f"--ngrams {config.ngrams}: lengths of 1 to {longest} tokens, one for each of {config.heads} "
-                        "heads at most")
+        raise UserError(f"--ngrams {config.ngrams}: lengths of 1 to {longest} tokens, one for each of "
+                        f"{config.heads} heads at most")
     if not 0 <= config.ngram_rows <= 2 ** 30:
         raise UserError(f"--ngram_rows {config.ngram_rows}: 0 for no table, at most {2 ** 30}")
     if sum(layer.backout for layer in config.layers) > 1:
         raise UserError("the table of layers has more than one `backout`; the head can subtract one output")
     for i, layer in enumerate(config.layers):
         if layer.reads_kept and not any(above.kept for above in config.layers[:i]):
-            raise UserError(f"row {i + 1} of the table of layers has `reads_kept`, but no row above it is `kept`")
+            raise UserError(f"row {i + 1} of the table of layers has `reads_kept`, but no row above it is "
+                            "`kept`")
 
 
 def check_machine(config, ranks: int, memory: float) -> None:
     """Refuse what so many ranks, each on a device of so many bytes, cannot train."""
     width = config.head_dim if config.ngram_rows else 0         # of the n-gram table
     if config.micro_batches % ranks or width % ranks:
-        divisors = [str(n) for n in range(1, config.micro_batches + 1) if config.micro_batches % n == width % n == 0]
-        raise UserError(f"{ranks} ranks do not divide the {config.micro_batches} micro-batches of a step and the width "
-                        f"of a head, {width}; use {', '.join(divisors)} ranks or another --micro_batches")
+        divisors = [str(n) for n in range(1, config.micro_batches + 1)
+                    if config.micro_batches % n == width % n == 0]
+        raise UserError(f"{ranks} ranks do not divide the {config.micro_batches} micro-batches of a step and "
+                        f"the width of a head, {width}; use {', '.join(divisors)} ranks or another "
+                        "--micro_batches")
     columns, block = width // ranks, config.ngram_block
     if block < 1 or columns % block or block & (block - 1):
         raise UserError(f"--ngram_block {block}: use a power of two that divides a rank's {columns} columns")
     table = config.ngram_rows * ngrams.table_row_bytes(config.head_dim, config.ngram_block, ranks)
     if table > 0.7 * memory:
         fitting = int(0.6 * memory / table * config.ngram_rows) >> 20 << 20     # a whole number of 2^20 rows
-        raise UserError(f"--ngram_rows {config.ngram_rows}: with {ranks} GPUs that takes {table / 1e9:.0f} of the "
-                        f"{memory / 1e9:.0f} GB of each, and the rest needs room too; use {fitting} rows or more GPUs")
+        raise UserError(f"--ngram_rows {config.ngram_rows}: with {ranks} GPUs that takes {table / 1e9:.0f} "
+                        f"of the {memory / 1e9:.0f} GB of each, and the rest needs room too; use {fitting} "
+                        "rows or more GPUs")

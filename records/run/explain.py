@@ -14,37 +14,40 @@ def rates(groups) -> list[dict[str, object]]:
 
 def rates_text(rows: list[dict]) -> str:
     """The rates as a table for a person."""
-    lines = [f"{'group':17} {'algorithm':9} {'tensors':>7} {'numbers':>15}  {'learning rate':15} {'decay':>8}  betas"]
+    lines = [f"{'group':17} {'algorithm':9} {'tensors':>7} {'numbers':>15}  {'learning rate':15} "
+             f"{'decay':>8}  betas"]
     for row in rows:
         learning = " / ".join(f"{rate:.3g}" for rate in row["learning_rates"])
         betas = ", ".join(f"{beta:g}" for beta in row["betas"])
-        lines.append(f"{row['group']:17} {row['algorithm']:9} {row['tensors']:7} {row['numbers']:15,}  {learning:15} "
-                     f"{row['decay']:8.2g}  {betas}")
+        lines.append(f"{row['group']:17} {row['algorithm']:9} {row['tensors']:7} {row['numbers']:15,}  "
+                     f"{learning:15} {row['decay']:8.2g}  {betas}")
     return "\n".join(lines)
 
 
 def announcement(facts: dict, devices: str) -> str:
     """The first lines of a run, from the facts that its log's header has."""
     note = f" ({facts['attention_note']})" if facts["attention_note"] else ""
-    lines = [f"{facts['preset']}: {facts['parameters'] / 1e6:.1f} M parameters in {facts['dtype']}, {devices}",
+    lines = [f"{facts['preset']}: {facts['parameters'] / 1e6:.1f} M parameters in {facts['dtype']}, "
+             f"{devices}",
              f"attention: {facts['attention']}{note}",
              f"FP8: {', '.join(facts['fp8_parts']) or 'no part'}; the rest: {facts['dtype']}"]
     if facts["candidates"]:
         computed = ", ".join(f"{n:,}" for n in facts["candidates"].values())
         lines.append(f"sampled softmax: {computed} of {facts['vocabulary']:,} logits a token")
     if facts["epochs"] > 1:
-        lines.append(f"data: the schedule takes {facts['epochs']:.2f} epochs of {facts['shards']} shards; tokens repeat "
-                     "after the first")
+        lines.append(f"data: the schedule takes {facts['epochs']:.2f} epochs of {facts['shards']} shards; "
+                     "tokens repeat after the first")
     return "\n".join(lines)
 
 
 def flops_per_token(config, step, candidates: int | None = None) -> float:
-    """Of forward and backward: 6 a weight in a matmul, and attention over the windows that a token really sees.
+    """Of forward and backward: 6 for each weight of a matmul, and attention over what a token really sees.
 
     `candidates`: tokens whose logits a sampled softmax computes.
     """
     keys, width, layers = config.heads * config.qk_dim, config.width, len(config.layers)
-    weights = layers * (2 * keys + 2 * width + 8 * width) * width + (candidates or config.padded_vocab) * width
+    weights = layers * (2 * keys + 2 * width + 8 * width) * width
+    weights += (candidates or config.padded_vocab) * width
     seen = sum(min(step.windows[layer.long_window] * config.window_block, step.sequence_length)
                for layer in config.layers)
     return 6 * weights + 6 * (keys + width) * seen

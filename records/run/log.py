@@ -1,15 +1,20 @@
-"""Writes the folder of a run: `records/runs/<time>-<name>/log.jsonl`, a JSON object a line, and the sources once by hash."""
+"""Writes the folder of a run, `records/runs/<time>-<name>/`: its log, and the changes since its commit.
+
+The log is `log.jsonl`, a JSON object in each line. Where the sources had changes that are not in the commit
+which the log's header names, `changes.patch` holds them.
+"""
 import errno
 import json
 import os
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterator
 
 import torch
 
-from records.run.sources import ROOT, keep_sources, project_sources
+from records.run import LOG_NAME, PATCH_NAME
+from records.run.sources import ROOT, hash_sources, project_sources, source_changes
 
 
 class LogError(Exception):
@@ -18,18 +23,20 @@ class LogError(Exception):
 
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
+    """Turn an OSError inside the block into a LogError about `what`."""
     try:
         yield
     except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
-        raise LogError(f"cannot write {what}: {reason}; free some space or choose another place (RUNS_PATH for logs, --write_log false "
-                       "for none)") from error
+        raise LogError(f"cannot write {what}: {reason}; free some space or choose another place (RUNS_PATH "
+                       "for logs, --write_log false for none)") from error
 
 
 class RunLog:
-    """The log of a run, in the folder that $RUNS_PATH names or `records/runs`; each line is whole when written.
+    """The log of a run, in a new folder under $RUNS_PATH or `records/runs`. Each line is whole once written.
 
-    One that is not `enabled` (ranks other than the first) writes nothing.
+    A log that is not `enabled` (on ranks other than the first) writes nothing. `sources` is the hash of what
+    runs.
     """
 
     def __init__(self, name: str, enabled: bool = True):
@@ -40,13 +47,15 @@ class RunLog:
         with disk_errors(f"the run's log in {runs}"):
             runs.mkdir(parents=True, exist_ok=True)
             folder = self.make_folder(runs, f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")
-            self.sources = keep_sources(project_sources(), runs, scratch=folder / "sources")
-            self.path = folder / "log.jsonl"
+            self.sources = hash_sources(project_sources())
+            if patch := source_changes():
+                (folder / PATCH_NAME).write_bytes(patch)
+            self.path = folder / LOG_NAME
             self.file = open(self.path, "w")
 
     @staticmethod
     def make_folder(runs: Path, name: str) -> Path:
-        """A new folder; others may start in the same second."""
+        """A new folder. Other runs may start in the same second, so the name may get a number."""
         for attempt in range(1, 1000):
             folder = runs / (name if attempt == 1 else f"{name}-{attempt}")
             try:
@@ -57,6 +66,7 @@ class RunLog:
         raise FileExistsError(errno.EEXIST, "too many runs of one name in one second", str(runs / name))
 
     def write(self, kind: str, **values: object) -> None:
+        """Add a line: a JSON object with the `kind` of line and these values."""
         if self.file is None:
             return
         with disk_errors(f"the run's log {self.path}"):

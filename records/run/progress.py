@@ -38,7 +38,9 @@ class Lap(NamedTuple):
 
     def ms(self) -> float:
         """Its milliseconds, once it is ready."""
-        return (self.end - self.begin) * 1e3 if isinstance(self.end, float) else self.begin.elapsed_time(self.end)
+        if isinstance(self.end, float):
+            return (self.end - self.begin) * 1e3
+        return self.begin.elapsed_time(self.end)
 
 
 class Clock(Protocol):
@@ -51,8 +53,8 @@ class Clock(Protocol):
 class Report:
     """The console's one progress bar and a log line for each step.
 
-    A loss is read once it has arrived on the host. The report never makes the host wait for the device, except before a
-    validation, which waits anyway.
+    A loss is read once it has arrived on the host. The report never makes the host wait for the device,
+    except before a validation, which waits anyway.
     """
 
     def __init__(self, log: RunLog, clock: Clock, steps: int, device: torch.device, rank: int, ranks: int):
@@ -79,20 +81,23 @@ class Report:
             lap.end.synchronize()
         self.loss, ms = self.losses[step.index].item(), lap.ms()
         if not math.isfinite(self.loss):
-            raise Diverged(f"step {step.index + 1}: the training loss is {self.loss}; stopped before its update. "
-                           "Lower --muon_lr and --adam_lr, or try --fp8 none")
+            raise Diverged(f"step {step.index + 1}: the training loss is {self.loss}; stopped before its "
+                           "update. Lower --muon_lr and --adam_lr, or try --fp8 none")
         self.tokens += step.tokens
         self.step_ms.append(ms)
         self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, momentum=step.momentum,
                        windows=step.windows, tokens=self.tokens, ms=round(ms, 3))
         mfu = f"{step.flops / ms * 1e3 / self.peak / self.ranks:.0%}" if self.peak else "n/a"
         validation = {} if math.isnan(self.validation_loss) else {"val": f"{self.validation_loss:.4f}"}
-        self.bar.set_postfix(loss=f"{self.loss:.4f}", **validation, tok_s=f"{step.tokens / ms * 1e3:,.0f}", MFU=mfu,
-                             refresh=False)
+        self.bar.set_postfix(loss=f"{self.loss:.4f}", **validation, tok_s=f"{step.tokens / ms * 1e3:,.0f}",
+                             MFU=mfu, refresh=False)
         self.bar.update()
 
     def validation(self, steps_done: int, loss: float) -> None:
-        """The model after `steps_done` steps has this validation loss, nats a token. Call it while the clock is paused."""
+        """The model after `steps_done` steps has this validation loss, nats a token.
+
+        Call it while the clock is paused.
+        """
         while self.pending:
             self.log_oldest()
         self.validation_loss = loss
@@ -105,18 +110,18 @@ def summarise(report: Report, log: RunLog, target: float, bits: bool, startup: d
     seconds, loss, on_gpu = report.clock.seconds, report.validation_loss, report.device.type == "cuda"
     p50, p95 = np.percentile(report.step_ms, [50, 95])
     memory = torch.cuda.max_memory_allocated(report.device) if on_gpu else None
-    summary = {"steps": len(report.step_ms), "time_s": round(seconds, 4), "loss": loss, "tokens": report.tokens,
-               "tokens_per_s": round(report.tokens / seconds, 1),
+    summary = {"steps": len(report.step_ms), "time_s": round(seconds, 4), "loss": loss,
+               "tokens": report.tokens, "tokens_per_s": round(report.tokens / seconds, 1),
                "step_ms": {"p50": round(p50, 3), "p95": round(p95, 3), "max": round(max(report.step_ms), 3)},
                "peak_memory_bytes": memory, **startup}
     log.write("summary", **summary)
     if report.rank:
         return
     per_byte = f" = {loss / math.log(2):.3f} bits per byte" if bits else ""
-    print(f"validation loss {loss:.4f} nats a token{per_byte} after {summary['steps']} steps in {seconds:.1f} s "
-          f"(target {target})")
-    print(f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, "
-          f"max {max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
+    print(f"validation loss {loss:.4f} nats a token{per_byte} after {summary['steps']} steps in "
+          f"{seconds:.1f} s (target {target})")
+    print(f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, max "
+          f"{max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
           f"started in {startup['startup_s']:.1f} s")
     if log.path:
         print(f"log {os.path.relpath(log.path)}")

@@ -1,9 +1,9 @@
 """Settings on a command line: every field of a configuration's dataclass is a flag.
 
-This module knows nothing of the program whose settings these are. It knows four things about a configuration: the field
-`preset` names where it began, `layers` is a table that has no flag, `stages` is a table with one row a stage of training
-whose columns are flags (`--batch_tokens 1024,2048,3072` gives each of three stages its value), and every other field is
-a flag that takes one value.
+This module knows nothing of the program whose settings these are. It knows four things about a configuration:
+the field `preset` names where it began, `layers` is a table that has no flag, `stages` is a table with one
+row a stage of training whose columns are flags (`--batch_tokens 1024,2048,3072` gives each of three stages
+its value), and every other field is a flag that takes one value.
 """
 import argparse
 import ast
@@ -18,18 +18,20 @@ NO_FLAG = ("preset", "layers", "stages")
 
 
 class UserError(Exception):
-    """Something the person who started the run can mend. The message is one line: what was found, what to do."""
+    """Something the person who started the run can mend. One line: what was found, what to do."""
 
 
 def columns(config: Config) -> dict[str, tuple]:
     """The stage table by column: {"batch_tokens": (1024, 2048, 3072), ...}; {} where there are no stages."""
     stages = getattr(config, "stages", ())
-    return {f.name: tuple(getattr(stage, f.name) for stage in stages) for f in (fields(stages[0]) if stages else ())}
+    return {f.name: tuple(getattr(stage, f.name) for stage in stages)
+            for f in (fields(stages[0]) if stages else ())}
 
 
 def defaults(config: Config) -> dict[str, object]:
     """Every setting that has a flag, with its value in `config`; the columns of the stage table come last."""
-    return {f.name: getattr(config, f.name) for f in fields(config) if f.name not in NO_FLAG} | columns(config)
+    return {f.name: getattr(config, f.name) for f in fields(config)
+            if f.name not in NO_FLAG} | columns(config)
 
 
 def flat(config: Config) -> dict[str, object]:
@@ -40,7 +42,7 @@ def flat(config: Config) -> dict[str, object]:
 
 
 def change(config: Config, **values: object) -> Config:
-    """`dataclasses.replace` that also takes a column of the stage table by its name, as a tuple of one value a stage."""
+    """`dataclasses.replace` that also takes columns of the stage table by name: one value for each stage."""
     stages = values.pop("stages", getattr(config, "stages", ()))
     for name in columns(config):
         if name in values:
@@ -57,8 +59,9 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
           environment: Mapping[str, str]) -> tuple[Config, dict[str, object]]:
     """The configuration of a command line, and the options that are not settings: `timetable` and `explain`.
 
-    A preset (`default` where none is named), then `--name value` for any setting. Of the `environment` DATA_PATH stands
-    in for `--data_path`, and DISABLE_FP8=1 means `--fp8 none`. UserError says what is wrong with a flag or a value.
+    A preset (`default` where none is named), then `--name value` for any setting. Of the `environment`
+    DATA_PATH stands in for `--data_path`, and DISABLE_FP8=1 means `--fp8 none`. UserError says what is wrong
+    with a flag or a value.
     """
     shown = next(iter(presets))
     settings = defaults(presets[shown])
@@ -66,10 +69,12 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", help=f"one of {', '.join(presets)}", default=default)
     parser.add_argument("--timetable", metavar="RANKS", nargs="?", const="0",
-                        help="print when a step communicates on so many ranks (default: those that run), then end")
+                        help="print when a step communicates on so many ranks (default: those that run), "
+                             "then end")
     parser.add_argument("--explain", action="store_true", help="print what the settings amount to, then end")
     for name, value in settings.items():
-        parser.add_argument(f"--{name}", metavar="VALUE", help=f"default of {shown}: {value!r}".replace("%", "%%"))
+        parser.add_argument(f"--{name}", metavar="VALUE",
+                            help=f"default of {shown}: {value!r}".replace("%", "%%"))
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         name, known = unknown[0].split("=")[0].lstrip("-"), [*settings, "preset", "timetable", "explain"]
@@ -80,16 +85,18 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
     config, ranks = presets[given.preset], given.timetable
     if ranks is not None and not ranks.isdecimal():
         raise UserError(f"--timetable {ranks}: expected a number of ranks")
-    values = parse_values({name: getattr(given, name) for name in settings if getattr(given, name) is not None}, config)
+    values = parse_values({name: getattr(given, name) for name in settings
+                           if getattr(given, name) is not None}, config)
     if "data_path" not in values and environment.get("DATA_PATH"):
         values["data_path"] = environment["DATA_PATH"]
     if environment.get("DISABLE_FP8", "0") not in ("", "0"):
         values["fp8"] = ()
-    return change(config, **values), {"timetable": None if ranks is None else int(ranks), "explain": given.explain}
+    return change(config, **values), {"timetable": None if ranks is None else int(ranks),
+                                      "explain": given.explain}
 
 
 def parse_values(texts: dict[str, str], config: Config) -> dict[str, object]:
-    """Texts by setting as values for `change`: the values of stage columns are each of the type they have in `config`."""
+    """Values for `change` from texts by setting. Each value of a stage column is of its type in `config`."""
     known, by_stage = defaults(config), columns(config)
     values = {name: parse_value(name, text, known[name]) for name, text in texts.items()}
     for name in values.keys() & by_stage.keys():
@@ -118,7 +125,7 @@ def parse_value(name: str, text: str, default: object) -> object:
 
 
 def convert(name: str, text: str, value: object, default: object) -> object:
-    """`value`, of the type of `default`; UserError if it is of another. A whole number will do for a float."""
+    """`value` as the type of `default`; UserError if it is of another. A whole number will do for a float."""
     if isinstance(default, float) and type(value) is int:
         return float(value)
     if type(value) is not type(default):

@@ -1,16 +1,28 @@
-"""The sources that a run ran: as files by relative path, and their hash as the header of a log states it."""
+"""Which files make a run what it is, their hash for the log's header, and how they differ from the commit."""
 import hashlib
-import shutil
+import os
+import re
+import subprocess
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+# The program, its kernels, its data code, and what a run needs of the records. Runs that were made before
+# `records/run/` existed have no files of it, so that their hash is the same by this list.
+SOURCE = re.compile(r"train_gpt\.py|kernels/(.+/)?[^/]+\.py|data/[^/]+\.py|records/run/[^/]+\.py")
 
 
-def source_files(folder: Path) -> dict[str, bytes]:
-    """Relative POSIX path -> contents, sorted by path; without Python's own caches."""
-    files = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*")
-             if p.is_file() and "__pycache__" not in p.parts}
-    return dict(sorted(files.items()))
+def is_source(path: str) -> bool:
+    """Whether the file of this relative POSIX path is one of a run's sources."""
+    return SOURCE.fullmatch(path) is not None
+
+
+def project_sources(root: Path = ROOT) -> dict[str, bytes]:
+    """Relative POSIX path -> contents of a run's sources as they are on disk, sorted by path."""
+    paths = [root / "train_gpt.py", *root.glob("kernels/**/*.py"), *root.glob("data/*.py"),
+             *root.glob("records/run/*.py")]
+    names = sorted(path.relative_to(root).as_posix() for path in paths)
+    return {name: (root / name).read_bytes() for name in names}
 
 
 def hash_sources(files: dict[str, bytes]) -> str:
@@ -21,25 +33,27 @@ def hash_sources(files: dict[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def project_sources() -> dict[str, bytes]:
-    """The files that make a run what it is: the program, its kernels and its data code."""
-    paths = [ROOT / "train_gpt.py", *ROOT.glob("kernels/**/*.py"), *ROOT.glob("data/*.py")]
-    return {name: (ROOT / name).read_bytes() for name in sorted(p.relative_to(ROOT).as_posix() for p in paths)}
+def source_changes(root: Path = ROOT) -> bytes:
+    """How the sources on disk differ from the commit that is checked out, as one patch; b"" if they do not.
 
+    Files that git does not track, or ignores, are in it too. b"" also where there is no git or no commit:
+    then the log names no commit either.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # An index of its own leaves what the person has staged alone.
+        environment = os.environ | {"GIT_INDEX_FILE": str(Path(folder) / "index"),
+                                    "GIT_LITERAL_PATHSPECS": "1"}
 
-def keep_sources(files: dict[str, bytes], runs: Path, scratch: Path) -> str:
-    """Store the files as `runs/sources/<hash>/` unless they are there: written in `scratch`, then renamed. Their hash."""
-    digest = hash_sources(files)
-    kept = runs / "sources" / digest
-    if not kept.exists():
-        for name, text in files.items():
-            (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-            (scratch / name).write_bytes(text)
-        kept.parent.mkdir(exist_ok=True)
+        def git(*words: str, paths: str | None = None) -> bytes:
+            return subprocess.run(["git", *words], cwd=root, env=environment, capture_output=True, check=True,
+                                  timeout=60, input=None if paths is None else paths.encode()).stdout
+
         try:
-            scratch.rename(kept)
-        except OSError:
-            if not kept.exists():                           # else another run of the same sources was faster
-                raise
-            shutil.rmtree(scratch)
-    return digest
+            git("read-tree", "HEAD")
+            known = git("ls-files", "-z").decode().split("\0")
+            names = {name for name in known if is_source(name)} | project_sources(root).keys()
+            git("add", "--all", "--force", "--pathspec-from-file=-", "--pathspec-file-nul",
+                paths="\0".join(names))
+            return git("diff", "--cached", "--binary", "--no-renames", "--no-color", "--no-ext-diff", "HEAD")
+        except (OSError, subprocess.SubprocessError):
+            return b""

@@ -3,15 +3,16 @@
     torchrun --standalone --nproc_per_node=4 -m records.tools.ablate --preset corpus \\
         --try capture=false --try overlap=false,smear=false
 
-This prints the median milliseconds of a step in each stage, over steps of which half update by Adam. There is a row for
-the settings as given and one for each `--try`, which changes some of them. The first row is repeated at the end to show
-the machine's drift. All settings of train_gpt.py can be given. Instead of timing steps it can do these:
+This prints the median milliseconds of a step in each stage, over steps of which half update by Adam. There is
+a row for the settings as given and one for each `--try`, which changes some of them. The first row is
+repeated at the end to show the machine's drift. All settings of train_gpt.py can be given. Instead of timing
+steps it can do these:
 
---train              train the whole schedule with each, and print the final losses. `--runs 5` takes five seeds, each with
-                     every `--try` in turn, and tests the difference: one seed says little about a learning rate.
---against FOLDER     time another checkout of this project in turn with this one, with the same settings
---check N            first take N steps from the same weights, twice eagerly and twice as CUDA graphs, and print how far
-                     their losses differ: with deterministic kernels, and with those that training uses
+--train            train the whole schedule with each, and print the final losses. `--runs 5` takes five
+                   seeds, each with every `--try` in turn, and tests the difference: one seed says little.
+--against FOLDER   time another checkout of this project in turn with this one, with the same settings
+--check N          first take N steps from the same weights, twice eagerly and twice as CUDA graphs, and print
+                   how far their losses differ: with deterministic kernels, and with those of training
 """
 import argparse
 import functools
@@ -53,21 +54,22 @@ class Result(NamedTuple):
 def pairs_of_stages(schedule: train_gpt.Schedule) -> list[Pair]:
     """Two successive steps of each stage that differ only in Adam's update, which the second one makes."""
     def program(step: train_gpt.Step) -> tuple:
-        return step.stage, step.windows, step.sampled, step.tied, len(step.multi_token)
+        return step.batch_tokens, step.windows, step.sampled, step.tied, len(step.multi_token)
 
     pairs: dict[int, Pair] = {}
     steps = list(schedule)
     for first, second in zip(steps, steps[1:]):
         if program(first) == program(second) and second.update_adam:
-            pairs.setdefault(first.stage, (first, second))
+            pairs.setdefault(first.batch_tokens, (first, second))
     return list(pairs.values())
 
 
 def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
-    """The median milliseconds of a step in each stage, over `steps` of them, after four that are not timed."""
+    """The median milliseconds of a step in each stage, over `steps` steps after four that are not timed."""
     device, medians = trainer.world.device, []
     for pair in pairs_of_stages(trainer.schedule):
-        batches = [[to_device(batch, device) for batch in trainer.loader.batches(step.index)] for step in pair]
+        batches = [[to_device(batch, device) for batch in trainer.loader.batches(step.index)]
+                   for step in pair]
         clock, laps = train_gpt.Clock(device), []
         for i in range(4 + steps):
             if i == 4:
@@ -89,7 +91,8 @@ def vary(text: str, argv: list[str], train: bool) -> train_gpt.Config:
     known = defaults(train_gpt.parse_config(argv)).keys() - fixed
     for name, _ in given:
         if name not in known:
-            raise UserError(f"--try {text}: no setting {name!r} to change here (train_gpt.py --help lists all)")
+            raise UserError(f"--try {text}: no setting {name!r} to change here (train_gpt.py --help lists "
+                            "all)")
     return train_gpt.parse_config([*argv, *(f"--{name}={value}" for name, value in given)])
 
 
@@ -108,15 +111,15 @@ def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer
     return trainer
 
 
-def time_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, steps: int, say: Callable) -> str:
+def time_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, steps: int,
+                 say: Callable) -> str:
     """A table of every variant's milliseconds, and of the first one's once more."""
     names, rows = [*variants, *list(variants)[:len(variants) > 1]], []
     for name in names:
-        rows.append([name, *(f"{ms:.1f}" for ms in measure(build(variants[name], world), steps))])
+        rows.append([name, *(f"{ms:.2f}" for ms in measure(build(variants[name], world), steps))])
         say(*rows[-1])
-    config = variants[AS_GIVEN]
-    timed = [first.stage for first, _ in pairs_of_stages(train_gpt.Schedule(config))]
-    return table(["ms a step", *(f"{config.stages[stage].batch_tokens:,}" for stage in timed)], rows)
+    pairs = pairs_of_stages(train_gpt.Schedule(variants[AS_GIVEN]))
+    return table(["ms a step", *(f"{first.batch_tokens:,}" for first, _ in pairs)], rows)
 
 
 def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
@@ -124,8 +127,9 @@ def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
     report = train_gpt.run(config, world, time.time())
     by_stage: dict[int, list[float]] = {}
     for step, ms in zip(train_gpt.Schedule(config), report.step_ms):
-        by_stage.setdefault(step.stage, []).append(ms)
-    return Result(report.validation_loss, report.clock.seconds, [statistics.median(ms) for ms in by_stage.values()])
+        by_stage.setdefault(step.batch_tokens, []).append(ms)
+    return Result(report.validation_loss, report.clock.seconds,
+                  [statistics.median(ms) for ms in by_stage.values()])
 
 
 def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, say: Callable) -> str:
@@ -145,7 +149,7 @@ def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World,
 
 
 def result_row(name: str, runs: list[Result], first: list[float]) -> list[str]:
-    """Means over seeds, the losses' standard deviation, and their test against the losses of the `first` row."""
+    """Means over seeds, the losses' standard deviation, and their test against those of the `first` row."""
     losses = [run.loss for run in runs]
     sample, difference = describe(losses), difference_text(asdict(welch(first, losses)), 4, "nats/token")
     spread = f" ± {sample.standard_deviation:.4f}" if sample.n > 1 else ""
@@ -169,10 +173,11 @@ def apart(a: list[float], b: list[float]) -> str:
 
 
 def check(config: train_gpt.Config, world: train_gpt.World, count: int, deterministic: bool) -> str:
-    """How far the first losses of two eager runs and two of graphs, from the same weights, differ from each other."""
+    """How far the first losses of two eager runs and two of graphs differ, all from the same weights."""
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(deterministic, warn_only=True)    # attention's backward pass obeys it
-    torch.utils.deterministic.fill_uninitialized_memory = False          # because training does not fill memory either
+    # Training does not fill memory either.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         trainer = build(config, world)
         start, graphs, runs = trainer.optimizer.snapshot(), trainer.graphs, []
@@ -182,8 +187,8 @@ def check(config: train_gpt.Config, world: train_gpt.World, count: int, determin
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = fill
-    return (f"{count} losses{' of deterministic kernels' * deterministic} differ by at most: "
-            f"eager twice {apart(*runs[:2])}, eager and graphs {apart(runs[0], runs[2])} and {apart(runs[1], runs[2])}, "
+    return (f"{count} losses{' of deterministic kernels' * deterministic} differ by at most: eager twice "
+            f"{apart(*runs[:2])}, eager and graphs {apart(runs[0], runs[2])} and {apart(runs[1], runs[2])}, "
             f"graphs twice {apart(*runs[2:])}" + ("" if graphs else " (there are no graphs here)"))
 
 
@@ -193,14 +198,18 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--try", dest="tries", action="append", default=[], metavar="NAME=VALUE,...",
                         help="settings to change; repeatable")
-    parser.add_argument("--repeat", type=int, default=50, metavar="N", help="timed steps of each stage (default: 50)")
-    parser.add_argument("--train", action="store_true", help="train the whole schedule instead of timing steps")
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="time another checkout in turn with this one")
+    parser.add_argument("--repeat", type=int, default=50, metavar="N",
+                        help="timed steps of each stage (default: 50)")
+    parser.add_argument("--train", action="store_true",
+                        help="train the whole schedule instead of timing steps")
+    parser.add_argument("--against", type=Path, metavar="FOLDER",
+                        help="time another checkout in turn with this one")
     parser.add_argument("--check", type=int, default=0, metavar="N",
                         help="compare the first N losses of eager runs and of graphs")
     options, settings = parser.parse_known_args()
     if options.against and (options.tries or options.train or options.check):
-        raise UserError("--against times two checkouts with the same settings: leave out --try, --train and --check")
+        raise UserError("--against times two checkouts with the same settings: leave out --try, --train and "
+                        "--check")
     return options, settings
 
 
@@ -208,7 +217,8 @@ def main() -> int:
     try:
         options, settings = arguments()
         config = train_gpt.parse_config(settings)
-        if options.against:                 # each checkout runs in processes of its own, started by the first rank
+        # Each checkout runs in processes of its own, started by the first rank.
+        if options.against:
             if int(os.environ.get("RANK", 0)) == 0:
                 print(compare_checkouts(options.against, settings, options.repeat))
             return 0

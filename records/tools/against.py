@@ -14,13 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WORKER = Path(__file__).with_name("worker.py")
 TURNS = 2
 # What torchrun tells its processes: a torchrun that is started by one of them must not believe it.
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-            "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
+            "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Timed(NamedTuple):
     """One turn of a checkout."""
-    ms: dict[str, float]    # median milliseconds of a step, by the tokens of each stage as the table names them
+    ms: dict[str, float]    # median milliseconds of a step, by the tokens of the stage
     gib: float | None       # peak memory of a GPU; None without one
     startup_s: float        # from the start of the process to the end of the warm-up
 
@@ -28,7 +28,8 @@ class Timed(NamedTuple):
 def compare_checkouts(other: Path, settings: list[str], steps: int) -> str:
     """A table: a row for each turn, and the difference in per cent between the means of both checkouts.
 
-    As many ranks as this process was started with (by torchrun) run each turn, with the same settings of train_gpt.py.
+    As many ranks as this process was started with (by torchrun) run each turn, with the same settings of
+    train_gpt.py.
     """
     turns: dict[str, list[Timed]] = {"other": [], "this": []}
     for _ in range(TURNS):
@@ -66,21 +67,24 @@ def time_checkout(folder: Path, settings: list[str], steps: int) -> Timed:
     modules = [name for name in ("records.tools.ablate", "records.ablate")
                if (folder / (name.replace(".", "/") + ".py")).exists()]
     if not modules:
-        raise UserError(f"--against {folder}: no checkout of this project (it has no records/tools/ablate.py)")
+        raise UserError(f"--against {folder}: no checkout of this project (it has no "
+                        "records/tools/ablate.py)")
     ranks = os.environ.get("WORLD_SIZE", "1")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(WORKER),
-               modules[0], *settings, "--repeat", str(steps)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+               str(WORKER), modules[0], *settings, "--repeat", str(steps)]
     environment = {name: value for name, value in os.environ.items()
                    if name not in LAUNCHER and not name.startswith("TORCHELASTIC_")}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"--against: the run in {folder} failed: {(done.stderr or done.stdout).strip()[-2000:]}")
+        raise UserError(f"--against: the run in {folder} failed: "
+                        f"{(done.stderr or done.stdout).strip()[-2000:]}")
     return read_output(done.stdout)
 
 
 def read_output(text: str) -> Timed:
     """The first table of milliseconds and the worker's last line in what a turn printed."""
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()
+            if line.startswith("|")]
     head = next((row for row in rows if row[0] == "ms a step"), None)
     given = next((row for row in rows if row[0] == "as given"), None)
     if head is None or given is None:

@@ -2,21 +2,25 @@
 import math
 from pathlib import Path
 
-from records.run.sources import hash_sources, source_files
+from records.run import PATCH_NAME
+from records.run.sources import hash_sources
 from records.tools import markdown
+from records.tools.history import NoHistory
 from records.tools.pool import environment_differences, list_clashes, require_sample
 from records.tools.record import (
     UNWRITTEN,
     Record,
     is_proven,
     load,
+    patch_of,
     record_data,
     result_table,
     significance_line,
 )
 from records.tools.schema import NUMBER, RecordError, Run
 
-CLOCK_TOLERANCE = 0.01  # of the time between validations: logs round, and a step's end is measured on the device
+# Of the time between validations: logs round, and a step's end is measured on the device.
+CLOCK_TOLERANCE = 0.01
 
 
 def check(folder: Path) -> tuple[list[str], list[str]]:
@@ -27,25 +31,67 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
     except RecordError as error:
         return [str(error)], []
     first, true = record.runs[0], record_data(record.runs, record.data)
-    problems = [f"{key} is {record.data[key]!r}, but the logs give {value!r}"
-                for key, value in true.items() if not same(record.data[key], value)]
+    problems = check_logs(record.data["runs"], true["runs"])
+    problems += [f"{key} is {record.data[key]!r}, but the logs give {value!r}"
+                 for key, value in true.items() if key != "runs" and not same(record.data[key], value)]
     problems += check_words(record, result_table(true))
-    files = source_files(folder / "sources")
-    if hash_sources(files) != true["sources"]:
-        problems.append(f"sources/ ({len(files)} files) has another hash than the logs' {true['sources'][:12]}…")
+    source_problems, notes = check_sources(record)
+    problems += source_problems
     for run in record.runs:
         problems += [f"{run.label}: {problem}" for problem in check_clock(run)]
         clashes = environment_differences(first, run)
         if clashes:
-            problems.append(f"{first.label} and {run.label} ran in different environments: {list_clashes(clashes)}")
-    notes = [] if is_proven(true) else [f"not shown to be below its target: {significance_line(true)}"]
-    if not first.header["commit"] or first.header["dirty"]:
-        notes.append("the runs' commit is unknown or had uncommitted changes: sources/ is what ran")
+            problems.append(f"{first.label} and {run.label} ran in different environments: "
+                            f"{list_clashes(clashes)}")
+    if not is_proven(true):
+        notes.insert(0, f"not shown to be below its target: {significance_line(true)}")
     if true["parent"] is not None:
         try:
             notes += check_pace(true, load(folder.parent / true["parent"]).data)
         except RecordError as error:
             problems.append(f"parent {true['parent']!r}: {error}")
+    return problems, notes
+
+
+def check_logs(recorded: list[dict], true: list[dict]) -> list[str]:
+    """Where record.json says other runs than there are logs, or other things of them than their logs do."""
+    by_log, problems = {run["log"]: run for run in recorded}, []
+    if [run["log"] for run in recorded] != [run["log"] for run in true]:
+        problems.append(f"record.json has the runs {[run['log'] for run in recorded]}, but the logs here are "
+                        f"{[run['log'] for run in true]}")
+    for run in true:
+        said = by_log.get(run["log"], run)
+        problems += [f"{run['log']}: {key} is {said[key]!r} in record.json, but the log gives {run[key]!r}"
+                     for key in ("seed", "loss", "time_s") if not same(said[key], run[key])]
+        if said["sha256"] != run["sha256"]:
+            problems.append(f"{run['log']}: the log has changed since the record was made: its SHA-256 is "
+                            f"{run['sha256'][:12]}…, in record.json {said['sha256'][:12]}…")
+    return problems
+
+
+def check_sources(record: Record) -> tuple[list[str], list[str]]:
+    """(problems, notes): whether the commit that the record names is what its logs say that they ran."""
+    commit, hashed = record.data["commit"], record.runs[0].header["sources"]
+    named = {run.header["commit"] for run in record.runs}
+    dirty = any(run.header["dirty"] is not False for run in record.runs)
+    problems, notes, patched = [], [], bool(patch_of(record.folder))
+    if not dirty and named != {commit}:
+        problems.append(f"commit is {commit[:12]}, but the logs name "
+                        f"{', '.join(str(name)[:12] for name in named)}")
+    try:
+        files = record.sources()
+    except NoHistory as error:
+        return problems, [f"its sources were not checked: {error}"]
+    except RecordError as error:
+        return [*problems, str(error)], []
+    what = f"commit {commit[:12]}" + f" with {PATCH_NAME}" * patched
+    if hash_sources(files) != hashed:
+        problems.append(f"{what} has sources with the hash {hash_sources(files)[:12]}…, but the logs say "
+                        f"that {hashed[:12]}… ran")
+    elif dirty:
+        others = ", ".join(sorted(str(name)[:12] for name in named))
+        notes.append(f"the logs name commit {others} with uncommitted changes; the sources that ran are "
+                     f"those of {what}")
     return problems, notes
 
 
@@ -63,6 +109,8 @@ def check_words(record: Record, table: str) -> list[str]:
         problems.append(f"the folder's name does not begin with its date {record.data['date']}_")
     if not record.readme:
         return [*problems, "no README.md: say what changed and why it works"]
+    if record.data["commit"][:7] not in record.readme:
+        problems.append(f"README.md: it does not say how to run commit {record.data['commit'][:12]} again")
     for title in markdown.WRITTEN_SECTIONS:
         if markdown.titled(record.readme, title) in (None, "", UNWRITTEN):
             problems.append(f"README.md: the section \"## {title}\" is missing or not written yet")
@@ -86,15 +134,17 @@ def check_clock(run: Run) -> list[str]:
         inside = (steps["step"] > before_step) & (steps["step"] <= step)
         needed = steps["ms"][inside].sum() / 1000
         if time_s - before_time < needed * (1 - CLOCK_TOLERANCE):
-            problems.append(f"the clock gave {time_s - before_time:.3f} s to steps {before_step + 1} to {step}, whose own "
-                            f"times add up to {needed:.3f} s: work ran outside the clock")
+            problems.append(f"the clock gave {time_s - before_time:.3f} s to steps {before_step + 1} to "
+                            f"{step}, whose own times add up to {needed:.3f} s: work ran outside the clock")
         before_step, before_time = step, time_s
     last = {"loss": (validations["loss"][-1], 1e-6), "tokens": (steps["tokens"][-1] if count else 0, 0),
-            "time_s": (validations["time_s"][-1], CLOCK_TOLERANCE)}  # the clock is read again when the run has ended
+            # The clock is read again when the run has ended.
+            "time_s": (validations["time_s"][-1], CLOCK_TOLERANCE)}
     problems += [f"the summary's {key} is {summary[key]}, that of the last step {value}"
                  for key, (value, tolerance) in last.items() if not same(summary[key], value, tolerance)]
     if not same(summary["tokens_per_s"] * summary["time_s"], summary["tokens"], CLOCK_TOLERANCE):
-        problems.append(f"tokens_per_s is {summary['tokens_per_s']}, not {summary['tokens']} tokens / {summary['time_s']} s")
+        problems.append(f"tokens_per_s is {summary['tokens_per_s']}, not {summary['tokens']} tokens / "
+                        f"{summary['time_s']} s")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""Two configurations against each other: loss, time and step times, with what their numbers of runs can show."""
+"""Two configurations side by side: loss, time and step times, and what their numbers of runs can show."""
 from dataclasses import asdict
 
 import numpy as np
@@ -17,16 +17,17 @@ from records.tools.stats import describe, welch
 
 
 def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> dict:
-    """B against A, ready for JSON; differences are B - A. RecordError where a side's runs may not be pooled."""
+    """B against A, ready for JSON; differences are B - A. RecordError where runs may not be pooled."""
     result = {"names": list(names), "notes": []}
     for name, runs in zip(names, (a, b)):
         require_sample(runs, name)
-    both = {run.path.resolve() for run in a} & {run.path.resolve() for run in b}
+    both = [run.label for run in a if run.sha256 in {other.sha256 for other in b}]
     if both:
-        raise RecordError(f"{', '.join(sorted(path.parent.name for path in both))}: on both sides; compare takes two samples")
+        raise RecordError(f"{', '.join(sorted(both))}: on both sides; compare takes two samples")
     for key, values in {"loss": lambda run: run.loss, "time_s": lambda run: run.time_s}.items():
         losses = [[values(run) for run in runs] for runs in (a, b)]
-        result[key] = {"a": asdict(describe(losses[0])), "b": asdict(describe(losses[1])), **asdict(welch(*losses))}
+        result[key] = {"a": asdict(describe(losses[0])), "b": asdict(describe(losses[1])),
+                       **asdict(welch(*losses))}
     result["stages"] = stage_rows(a, b)
     result["configuration"] = configuration_differences(a[0], b[0])
     environment = next(filter(None, (environment_differences(a[0], run) for run in [*a[1:], *b])), {})
@@ -36,15 +37,18 @@ def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> 
     if any(run.seed is None for run in [*a, *b]):
         result["notes"].append(NO_SEEDS)
     if any(run.foreign for run in [*a, *b]) and not all(run.foreign for run in [*a, *b]):
-        result["notes"].append("a foreign log does not name its data: see that both sides were scored on the same tokens")
+        result["notes"].append("a foreign log does not name its data: see that both sides were scored on the "
+                               "same tokens")
     return result
 
 
 def stage_rows(a: list[Run], b: list[Run]) -> list[dict]:
-    """The median step of each stage (a stretch of equal batch), milliseconds, averaged over the runs of a side."""
+    """The median milliseconds of a step in each stretch of equal batch, averaged over a side's runs."""
     sides = [median_stages(a), median_stages(b)]
-    if len(sides[0]) != len(sides[1]):  # also a foreign log against ours: only the whole can be set side by side
-        sides = [{"all steps": float(np.mean([np.median(run.steps["ms"]) for run in runs]))} for runs in (a, b)]
+    # Also a foreign log against ours: only the whole can be set side by side.
+    if len(sides[0]) != len(sides[1]):
+        sides = [{"all steps": float(np.mean([np.median(run.steps["ms"]) for run in runs]))}
+                 for runs in (a, b)]
     return [{"a_stage": stage_a, "b_stage": stage_b, "a_ms": ms_a, "b_ms": ms_b}
             for (stage_a, ms_a), (stage_b, ms_b) in zip(sides[0].items(), sides[1].items())]
 
@@ -58,7 +62,7 @@ def median_stages(runs: list[Run]) -> dict[str, float]:
 
 
 def difference_text(part: dict, digits: int, unit: str) -> str:
-    """"-0.0012 nats/token (95%: -0.0020 to -0.0004), p = 0.003; these n show 0.0011", or that there is no test."""
+    """"-0.0012 nats/token (95%: -0.0020 to -0.0004), p = 0.003; …", or that there is no test."""
     text = f"{part['difference']:+.{digits}f} {unit}"
     if part["p"] is None:
         return text + "; no test: each side needs two runs and some spread"

@@ -1,12 +1,14 @@
 """The plain-text logs of the public NanoGPT speedrun, read into the same `Run` as ours.
 
-Such a log is: the sources, a line of `=`, the environment (`Running Python …`, `nvidia-smi`), a line of `=`, then
+Such a log is: the sources, a line of `=`, the environment (`Running Python …`, `nvidia-smi`), a line of `=`,
+then
 
     step:250/1390 val_loss:4.4888 train_time:7930ms step_avg:31.72ms
     step:251/1390 train_time:7962ms step_avg:31.72ms
     peak memory allocated: 37352 MiB reserved: 45542 MiB
 
-It has no seed, no target (the speedrun's is taken), no training loss and no token count; its times are whole milliseconds.
+It has no seed, no target (the speedrun's is taken), no training loss and no token count; its times are whole
+milliseconds.
 """
 import hashlib
 import re
@@ -20,8 +22,8 @@ from records.tools.stats import TARGET
 SEPARATOR = re.compile(r"^={20,}\s*$", re.M)
 STEP = re.compile(r"^step:(\d+)/(\d+) (?:val_loss:(\S+) )?(?:train_loss:\S+ )?train_time:([\d.]+)ms", re.M)
 PEAK = re.compile(r"^peak memory allocated: (\d+) MiB", re.M)
-VERSIONS = {"python": r"^Running Python (\S+)", "torch": r"^Running PyTorch (\S+)", "cuda": r"compiled for CUDA (\S+)",
-            "triton": r"^Running Triton version (\S+)"}
+VERSIONS = {"python": r"^Running Python (\S+)", "torch": r"^Running PyTorch (\S+)",
+            "cuda": r"compiled for CUDA (\S+)", "triton": r"^Running Triton version (\S+)"}
 DRIVER = r"Driver Version: (\S+)"
 DEVICE = re.compile(r"^\|\s+\d+\s+(NVIDIA .*?)\s+(?:On|Off)\s+\|", re.M)
 
@@ -31,8 +33,10 @@ def parse_foreign(text: str, path: Path) -> Run:
     *before, body = SEPARATOR.split(text)  # the sources may quote log lines, so only what follows them counts
     lines = [(int(step), int(total), loss, float(ms)) for step, total, loss, ms in STEP.findall(body)]
     if not lines:
-        raise RecordError(f"{path}: neither a log.jsonl nor a plain-text log with lines 'step:1/100 train_time:…ms'")
-    run = Run(path, header(before, path, total=lines[-1][1]), steps(lines, path), validations(lines, path), foreign=True)
+        raise RecordError(f"{path}: neither a log.jsonl nor a plain-text log with lines 'step:1/100 "
+                          "train_time:…ms'")
+    run = Run(path, header(before, path, total=lines[-1][1]), steps(lines, path), validations(lines, path),
+              foreign=True)
     if run.header["sources"] is None:
         run.warnings.append("no sources in the log: its configuration cannot be compared")
     step, total, _, ms = lines[-1]
@@ -48,7 +52,8 @@ def parse_foreign(text: str, path: Path) -> Run:
 
 def header(before: list[str], path: Path, total: int) -> dict:
     """The header's fields, as far as the sources and the environment before the steps tell them."""
-    environment = before.pop() if len(before) > 1 else ""  # what is before it are sources, though they hold such a line
+    # All parts before the last are sources, even if these hold such a line.
+    environment = before.pop() if len(before) > 1 else ""
 
     def find(pattern: str) -> str | None:
         match = re.search(pattern, environment, re.M)
@@ -63,7 +68,7 @@ def header(before: list[str], path: Path, total: int) -> dict:
 
 
 def steps(lines: list[tuple], path: Path) -> dict[str, np.ndarray]:
-    """The training steps' numbers and milliseconds; where steps are left out, their mean stands for each that is there."""
+    """The training steps' numbers and milliseconds. Where steps are missing, the next one has their mean."""
     training = [(step, ms) for step, _, loss, ms in lines if not loss]
     number = np.array([step for step, _ in training], np.int64)
     if np.any(np.diff(number) <= 0):
@@ -75,7 +80,8 @@ def steps(lines: list[tuple], path: Path) -> dict[str, np.ndarray]:
 def validations(lines: list[tuple], path: Path) -> dict[str, np.ndarray]:
     rows = [(step, loss, ms / 1000) for step, _, loss, ms in lines if loss]
     try:
-        return {"step": np.array([row[0] for row in rows], np.int64), "loss": np.array([float(row[1]) for row in rows]),
+        return {"step": np.array([row[0] for row in rows], np.int64),
+                "loss": np.array([float(row[1]) for row in rows]),
                 "time_s": np.array([row[2] for row in rows])}
     except ValueError as error:
         raise RecordError(f"{path}: a val_loss is no number: {error}") from None

@@ -11,10 +11,11 @@ from records.tools.schema import LOG_NAME, RecordError, Run
 
 
 def launch(command: str, runs: Path) -> Run:
-    """Run a shell command and return the one run that it added to the folder `runs`: finished, or ended by divergence."""
+    """Run a shell command; returns the one run that it added to the folder `runs`, finished or diverged."""
     before = set(runs.glob(f"*/{LOG_NAME}"))
     print(f"$ {command}", file=sys.stderr, flush=True)
-    code = subprocess.run(command, shell=True, stdout=sys.stderr).returncode  # stdout is for this tool's own result
+    # The command's output goes to stderr, since stdout is for this tool's own result.
+    code = subprocess.run(command, shell=True, stdout=sys.stderr).returncode
     new = sorted(set(runs.glob(f"*/{LOG_NAME}")) - before)
     run = read_log(new[0]) if len(new) == 1 else None
     if run and run.diverged:
@@ -23,7 +24,8 @@ def launch(command: str, runs: Path) -> Run:
         raise RecordError(f"the command above failed with exit code {code}; see its own message")
     if not run:
         found = ", ".join(log.parent.name for log in new) or "none"
-        raise RecordError(f"the command above should add one run to {runs}, found {found}; does it log there, and alone?")
+        raise RecordError(f"the command above should add one run to {runs}, found {found}; does it log "
+                          "there, and alone?")
     if not run.finished:
         raise RecordError(f"{run.label}: {'; '.join(run.warnings)}")
     return run
@@ -38,7 +40,7 @@ def with_settings(command: str, settings: dict[str, str]) -> str:
 
 
 def alternate(commands: tuple[str, str], count: int, runs: Path, first_seed: int = 0) -> dict:
-    """Run A B B A A B … until each has run `count` times, the i-th of both with seed `first_seed` + i, and compare.
+    """Run A B B A A B … until each has run `count` times, each pair with the next seed, and compare.
 
     Turning the order about cancels what drifts in time, such as the machine's temperature.
     """

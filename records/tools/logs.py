@@ -1,6 +1,9 @@
 """Reading logs: `find_logs` says which files are meant, `read_log` makes a `Run` of one."""
 import glob
+import gzip
+import hashlib
 import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ from records.tools.schema import (
     LOG_NAME,
     LOG_SCHEMA,
     NUMBER,
+    PACKED,
     SCHEDULE,
     RecordError,
     Run,
@@ -19,22 +23,31 @@ from records.tools.schema import (
 
 
 def find_logs(place: str | Path) -> list[Path]:
-    """The logs of a file, of a folder (at any depth) or of a quoted pattern such as "records/runs/*-name", sorted.
+    """The logs that a file, a folder (at any depth) or a pattern such as "records/runs/*-name" means, sorted.
 
-    In a folder every `log.jsonl` counts; only where there is none, every `*.txt` and `*.log` (foreign logs) does.
+    In a folder every `log.jsonl` and `*.jsonl.gz` counts; only where there is none, every `*.txt` and `*.log`
+    (foreign logs) does.
     """
     paths = [Path(p) for p in sorted(glob.glob(str(place)))] or [Path(place)]
     logs = []
     for path in paths:
         if path.is_dir():
-            logs += sorted(path.rglob(LOG_NAME)) or sorted([*path.rglob("*.txt"), *path.rglob("*.log")])
+            ours = sorted([*path.rglob(LOG_NAME), *path.rglob(f"*{PACKED}")], key=run_of)
+            logs += ours or sorted([*path.rglob("*.txt"), *path.rglob("*.log")])
         elif path.exists():
             logs.append(path)
         else:
-            raise RecordError(f"{path}: no such file or folder; `ls records/runs` lists the runs of this checkout")
+            raise RecordError(f"{path}: no such file or folder; `ls records/runs` lists the runs of this "
+                              "checkout")
     if not logs:
-        raise RecordError(f"{place}: holds no {LOG_NAME} and no plain-text log; give a run's folder or a log file")
+        raise RecordError(f"{place}: holds no {LOG_NAME} and no plain-text log; give a run's folder or a log "
+                          "file")
     return logs
+
+
+def run_of(log: Path) -> str:
+    """The path without what says how the log is kept, so that a run keeps its place in a record's order."""
+    return str(log).removesuffix(PACKED).removesuffix(f"/{LOG_NAME}")
 
 
 def read_logs(places: list[str | Path]) -> list[Run]:
@@ -43,14 +56,27 @@ def read_logs(places: list[str | Path]) -> list[Run]:
 
 
 def read_log(path: Path) -> Run:
-    """A log of ours or a foreign one as a `Run`. A log cut short gives a partial run whose `warnings` say so."""
+    """A log of ours or a foreign one as a `Run`. One that was cut short gives a partial run and says so."""
     path = Path(path)
-    text = path.read_text(encoding="utf-8", errors="replace")
+    contents = read_bytes(path)
+    text = contents.decode(errors="replace")
     if not text.strip():
         raise RecordError(f"{path}: empty; the run has not written its header yet, or died before it could")
-    if path.suffix == ".jsonl" or text.lstrip().startswith("{"):
-        return parse(text, path)
-    return parse_foreign(text, path)
+    ours = path.name.endswith((".jsonl", PACKED)) or text.lstrip().startswith("{")
+    run = parse(text, path) if ours else parse_foreign(text, path)
+    run.sha256 = hashlib.sha256(contents).hexdigest()
+    return run
+
+
+def read_bytes(path: Path) -> bytes:
+    """The contents of a log, unpacked if it is gzipped."""
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise RecordError(f"{path}: cannot be unpacked ({error}): the file is damaged; `git checkout` brings "
+                          "it back") from None
 
 
 def parse(text: str, path: Path) -> Run:
@@ -66,18 +92,22 @@ def parse(text: str, path: Path) -> Run:
             if last and number > 1 and not text.endswith("\n"):
                 warnings.append(f"line {number} is incomplete: the log is still being written or was cut off")
                 break
-            raise RecordError(f"{path}:{number}: not JSON ({error.msg}): {row[:60]!r}; the log is damaged here") from None
+            raise RecordError(f"{path}:{number}: not JSON ({error.msg}): {row[:60]!r}; the log is damaged "
+                              "here") from None
         check_line(line, f"{path}:{number}", first=number == 1)
         if lines["summary"] or lines["stopped"]:
-            raise RecordError(f"{path}:{number}: a line after the run's last one; two runs wrote into one log")
+            raise RecordError(f"{path}:{number}: a line after the run's last one; two runs wrote into one "
+                              "log")
         lines[line["kind"]].append(line)
-    run = Run(path, lines["header"][0], columns(lines["step"], "step"), columns(lines["validation"], "validation"),
+    run = Run(path, lines["header"][0], columns(lines["step"], "step"),
+              columns(lines["validation"], "validation"),
               summary=next(iter(lines["summary"]), None), warnings=warnings)
     if lines["stopped"]:
         run.stopped = lines["stopped"][0]["reason"]
         run.warnings.append(f"stopped at step {lines['stopped'][0]['step']}: {run.stopped}")
     elif not run.finished:
-        run.warnings.append(f"not finished: no summary after step {len(run.steps['step'])} of {run.planned_steps or '?'}")
+        run.warnings.append(f"not finished: no summary after step {len(run.steps['step'])} of "
+                            f"{run.planned_steps or '?'}")
     return run
 
 

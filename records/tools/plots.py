@@ -1,7 +1,8 @@
-"""The pictures of runs, by matplotlib: loss against time and tokens, step times, the schedule, the best times over dates.
+"""The pictures of runs: loss against time and tokens, step times, the schedule, the best times over dates.
 
-Every figure takes groups, {legend: runs of one configuration}, and draws the mean of a group as a line and the range of
-its runs as a band. Groups differ in colour, dash and marker, so that they can be told apart in print as well.
+Every figure takes groups, {legend: runs of one configuration}, and draws the mean of a group as a line and
+the range of its runs as a band. Groups differ in colour, dash and marker, so that they can be told apart in
+print as well.
 """
 import io
 import re
@@ -24,7 +25,8 @@ from records.tools.stats import SIGNIFICANCE, describe
 plt.switch_backend("Agg")  # files only: no window, no display needed
 
 Groups = dict[str, list[Run]]
-COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito: safe for the colour-blind
+# Okabe and Ito: safe for the colour-blind.
+COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 DASHES = ["-", "--", "-.", ":"]
 MARKERS = "osD^vP"
 INK = "#1a1b1e"  # of text, axes and reference lines; in a page's SVG it becomes the page's own text colour
@@ -32,10 +34,11 @@ STYLE = {
     "figure.figsize": (4.4, 3.3),  # inches: a column of print, and text of a readable size on a phone
     "figure.constrained_layout.use": True, "savefig.dpi": 250,
     "font.family": "sans-serif", "font.size": 10, "legend.fontsize": 9, "legend.frameon": False,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "grid.color": INK,
-    "grid.linewidth": 0.5, "lines.linewidth": 1.4, "lines.markersize": 4,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+    "grid.color": INK, "grid.linewidth": 0.5, "lines.linewidth": 1.4, "lines.markersize": 4,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
-    "svg.fonttype": "none", "svg.hashsalt": "records",  # text stays text, and the same runs give the same file
+    # Text stays text, and the same runs give the same file.
+    "svg.fonttype": "none", "svg.hashsalt": "records",
 }
 
 
@@ -69,8 +72,9 @@ def legend_above(axes: plt.Axes) -> None:
         text.set_text(textwrap.fill(text.get_text(), 44))
 
 
-def draw(axes: plt.Axes, index: int, curves: list[tuple[np.ndarray, np.ndarray]], label: str, marker: bool = True) -> None:
-    """One group: curves (x, y) of its runs as mean line and range band; the k-th points of all runs belong together.
+def draw(axes: plt.Axes, index: int, curves: list[tuple[np.ndarray, np.ndarray]], label: str,
+         marker: bool = True) -> None:
+    """One group: the curves (x, y) of its runs as a mean line and a range band, point by point.
 
     Where some runs have ended already, an unfinished one for instance, the others go on alone.
     """
@@ -86,12 +90,13 @@ def draw(axes: plt.Axes, index: int, curves: list[tuple[np.ndarray, np.ndarray]]
 
 
 def loss_figure(groups: Groups, against: str) -> Figure | None:
-    """Validation loss against timed seconds or against tokens; with one group, its smoothed training loss as well."""
+    """Validation loss against timed seconds or tokens; of a single group the training loss as well."""
     key = "time_s" if against == "time" else "tokens"
     shown = having(groups, lambda run: len(run.validations.get(key, [])) > 0)
     if not shown:
         return None
-    curves = {name: [(run.validations[key], run.validations["loss"]) for run in runs] for name, runs in shown.items()}
+    curves = {name: [(run.validations[key], run.validations["loss"]) for run in runs]
+              for name, runs in shown.items()}
     figure, axes = plt.subplots()
     for index, name in enumerate(shown):
         draw(axes, index, curves[name], legend_of("validation", name, shown[name], groups))
@@ -99,7 +104,8 @@ def loss_figure(groups: Groups, against: str) -> Figure | None:
     trained = [run for run in next(iter(shown.values())) if len(run.steps.get("loss", []))]
     if len(shown) == 1 and trained:
         width = 1 + len(trained[0].steps["loss"]) // 40
-        training = [(run.step_time_s if against == "time" else run.steps["tokens"], smooth(run.steps["loss"], width))
+        training = [(run.step_time_s if against == "time" else run.steps["tokens"],
+                     smooth(run.steps["loss"], width))
                     for run in trained]
         what = "training" + (f" (mean of {width} steps)" if width > 1 else "")
         draw(axes, 1, training, legend_of(what, *next(iter(shown.items())), groups), marker=False)
@@ -117,7 +123,8 @@ def loss_figure(groups: Groups, against: str) -> Figure | None:
 
 
 def targets_of(groups: Groups) -> list[float]:
-    return sorted({run.header["target"] for runs in groups.values() for run in runs if run.header.get("target")})
+    return sorted({run.header["target"] for runs in groups.values() for run in runs
+                   if run.header.get("target")})
 
 
 def draw_target(axes: plt.Axes, target: float) -> None:
@@ -140,7 +147,7 @@ def limit_loss(axes: plt.Axes, values: np.ndarray) -> None:
 
 
 def final_loss_figure(groups: Groups) -> Figure | None:
-    """The last loss of every finished run, with each group's mean and its 95% interval: what a t-test looks at.
+    """The last loss of every finished run, and each group's mean with its 95% interval, as a t-test has it.
 
     None without two runs in a group: there is nothing to test.
     """
@@ -151,8 +158,8 @@ def final_loss_figure(groups: Groups) -> Figure | None:
     figure, axes = plt.subplots()
     for index, (name, values) in enumerate(losses.items()):
         sample, color = describe(values), COLORS[index % len(COLORS)]
-        axes.plot(np.full(len(values), float(index)), values, MARKERS[index % len(MARKERS)], color=color, alpha=0.6,
-                  linestyle="", label="a run" if index == 0 else None)
+        axes.plot(np.full(len(values), float(index)), values, MARKERS[index % len(MARKERS)], color=color,
+                  alpha=0.6, linestyle="", label="a run" if index == 0 else None)
         if sample.standard_error:
             half = stats.t.ppf(0.975, sample.n - 1) * sample.standard_error
             axes.errorbar(index + 0.2, sample.mean, half, fmt="_", color=color, capsize=4, markersize=12,
@@ -162,11 +169,13 @@ def final_loss_figure(groups: Groups) -> Figure | None:
         if low - 2 * (high - low) < target < high + 2 * (high - low):
             draw_target(axes, target)
         else:  # it would flatten all the rest
-            axes.plot([], [], " ", label=f"target {target:g}, {'below' if target < low else 'above'} the axis")
+            axes.plot([], [], " ", label=f"target {target:g}, {'below' if target < low else 'above'} the "
+                                         "axis")
     axes.set_xlim(-0.6, len(shown) - 0.2)
     width = max(6, 36 // len(shown))  # letters that have room under a group
     names = [textwrap.fill(name, width) + "\n" if len(shown) > 1 else "" for name in shown]
-    axes.set_xticks(range(len(shown)), [f"{name}n = {len(values)}" for name, values in zip(names, losses.values())])
+    axes.set_xticks(range(len(shown)), [f"{name}n = {len(values)}"
+                                        for name, values in zip(names, losses.values())])
     axes.set_ylabel("last validation loss (nats/token)")
     axes.set_xlabel("runs")
     axes.yaxis.set_major_formatter(FormatStrFormatter("%.4f"))
@@ -203,7 +212,8 @@ def schedule_figure(groups: Groups) -> Figure | None:
     titles = list(dict.fromkeys(title for drawn, _ in shown.values() for title, _ in drawn))
     if not titles:
         return None
-    figure, all_axes = plt.subplots(len(titles), sharex=True, squeeze=False, figsize=(4.4, 0.6 + 1.6 * len(titles)))
+    figure, all_axes = plt.subplots(len(titles), sharex=True, squeeze=False,
+                                    figsize=(4.4, 0.6 + 1.6 * len(titles)))
     for axes, title in zip(all_axes[:, 0], titles):
         count = 0
         for name, (drawn, _) in shown.items():
@@ -228,9 +238,10 @@ def schedule_figure(groups: Groups) -> Figure | None:
 
 
 def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure:
-    """The best time so far over dates; `series` maps a machine, preset and target to its records' (date, mean s, proven).
+    """The best time so far over dates. `series`: machine, preset, target -> records' (date, mean s, proven).
 
-    Proven are those whose loss is below the target by the t-test; they make the line, the others are hollow marks.
+    Proven are those whose loss is below the target by the t-test; they make the line, the others are hollow
+    marks.
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots()
@@ -239,8 +250,8 @@ def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure
             shown = sorted(point for point in points if point[2])
             if shown:
                 best = np.minimum.accumulate([time_s for _, time_s, _ in shown])
-                axes.step([day for day, _, _ in shown], best, where="post", linestyle=DASHES[index % len(DASHES)],
-                          label=f"best: {name}", **style)
+                axes.step([day for day, _, _ in shown], best, where="post",
+                          linestyle=DASHES[index % len(DASHES)], label=f"best: {name}", **style)
             unproven = [(day, time_s) for day, time_s, proven in points if not proven]
             if unproven:
                 axes.plot(*zip(*unproven), linestyle="", fillstyle="none",
@@ -262,7 +273,8 @@ def save(drawn: dict[str, Figure], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for name, figure in drawn.items():
-        for path, options in ((folder / f"{name}.png", {}), (folder / f"{name}.svg", {"metadata": {"Date": None}})):
+        for path, options in ((folder / f"{name}.png", {}),
+                              (folder / f"{name}.svg", {"metadata": {"Date": None}})):
             with plt.rc_context(STYLE):
                 figure.savefig(path, bbox_inches="tight", **options)
             files.append(path)
@@ -271,12 +283,13 @@ def save(drawn: dict[str, Figure], folder: Path) -> list[Path]:
 
 
 def page_svg(figure: Figure, name: str) -> str:
-    """The figure as SVG to stand inside a page: transparent, in the page's text colour, with ids that begin with `name`."""
+    """The figure as SVG for a page: transparent, in the page's text colour, its ids beginning with `name`."""
     buffer = io.StringIO()
     with plt.rc_context(STYLE):
         figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
     plt.close(figure)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg"):].replace(INK, "currentColor")
-    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)  # finer than any screen
+    # Finer than any screen.
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
     return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)

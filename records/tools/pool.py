@@ -1,4 +1,4 @@
-"""Which runs may be pooled into one sample, where two runs differ, and the statistics of a sample as data and as text."""
+"""Which runs may be pooled, where two runs differ, and the statistics of a sample as data and as text."""
 import math
 import os
 from collections import Counter
@@ -7,21 +7,25 @@ from dataclasses import asdict
 from records.tools.schema import RecordError, Run, differences, flatten, last_part
 from records.tools.stats import SIGNIFICANCE, describe, more_runs, p_below, verdict
 
-NOT_CONFIGURATION = frozenset({"seed", "name", "runs"})  # settings in which runs of one configuration may differ
+# Settings in which runs of one configuration may differ.
+NOT_CONFIGURATION = frozenset({"seed", "name", "runs"})
 
 NO_SEEDS = "foreign logs carry no seed: that their seeds are distinct cannot be checked"
 
 
 def require_sample(runs: list[Run], what: str = "the runs") -> None:
-    """RecordError unless the runs are finished, finite, of one configuration and sources, and each of its own seed."""
+    """RecordError unless the runs are finished and finite, of one configuration, and of distinct seeds."""
     for run in runs:
         if not run.finished:
-            raise RecordError(f"{run.label}: {'; '.join(run.warnings)}. Statistics take finished runs: leave it out")
+            raise RecordError(f"{run.label}: {'; '.join(run.warnings)}. Statistics take finished runs: leave "
+                              "it out")
         if not math.isfinite(run.loss):
-            raise RecordError(f"{run.label}: its loss is {run.loss}: the run diverged, and a mean would hide that")
+            raise RecordError(f"{run.label}: its loss is {run.loss}: the run diverged, and a mean would hide "
+                              "that")
     require_one_configuration(runs, what)
     origins = [origin(run) for run in runs]
-    repeated = {key: [run.label for run in runs if origin(run) == key] for key, n in Counter(origins).items() if n > 1}
+    repeated = {key: [run.label for run in runs if origin(run) == key] for key, n in Counter(origins).items()
+                if n > 1}
     if repeated:
         listed = "; ".join(f"{key}: {', '.join(labels)}" for key, labels in repeated.items())
         raise RecordError(f"{what} repeat seeds, which makes the spread look smaller than it is ({listed}); "
@@ -41,18 +45,20 @@ def require_one_configuration(runs: list[Run], what: str) -> None:
         clashes = configuration_differences(runs[0], run)
         if clashes:
             raise RecordError(f"{what} mix configurations: {runs[0].label} and {run.label} differ in "
-                              f"{list_clashes(clashes)}; give those of one, by a pattern such as \"records/runs/*-name\"")
+                              f"{list_clashes(clashes)}; give those of one, by a pattern such as "
+                              "\"records/runs/*-name\"")
 
 
 def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:
-    """Setting -> (in a, in b) where two runs differ in more than seed and name; "sources" where their code differs.
+    """Setting -> (in a, in b) where two runs differ, seed and name aside; "sources" where their code does.
 
     Of a foreign log against ours only what both say, and that one is foreign.
     """
     ignored = frozenset(key for key in flatten(a.header["config"]) if last_part(key) in NOT_CONFIGURATION)
     fields = ("preset", "world_size", "attention", "fp8", "target", "sources")
     found = (differences(a.header["config"], b.header["config"], ignored)
-             | differences({key: a.header.get(key) for key in fields}, {key: b.header.get(key) for key in fields}))
+             | differences({key: a.header.get(key) for key in fields},
+                           {key: b.header.get(key) for key in fields}))
     if a.foreign == b.foreign:
         return found
     both = {key: pair for key, pair in found.items() if None not in pair}
@@ -60,7 +66,7 @@ def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:
 
 
 def environment_differences(a: Run, b: Run) -> dict[str, tuple]:
-    """Key -> (in a, in b) where machine, driver or versions differ; nothing that a foreign log does not say."""
+    """Key -> (in a, in b) where machine, driver or versions differ, as far as foreign logs tell them."""
     said = [{"machine": devices_text(run.header["devices"]), "driver": run.header["driver"],
              "versions": run.header["versions"]} for run in (a, b)]
     found = differences(*said)
@@ -73,10 +79,11 @@ def devices_text(devices: list[str]) -> str | None:
 
 
 def list_clashes(clashes: dict[str, tuple], most: int = 6) -> str:
-    """"lr (0.02 / 0.03), …"; of long values, such as hashes and tables, a piece around where they begin to differ."""
+    """"lr (0.02 / 0.03), …"; of long values, such as hashes, only where they begin to differ."""
     def pair(a: str, b: str) -> str:
         start = max(0, len(os.path.commonprefix([a, b])) - 12) if max(len(a), len(b)) > 40 else 0
-        return " / ".join("…" * (start > 0) + (text[start:] if len(text) - start <= 40 else text[start:start + 24] + "…")
+        return " / ".join("…" * (start > 0) + (text[start:] if len(text) - start <= 40
+                                               else text[start:start + 24] + "…")
                           for text in (a, b))
 
     listed = [f"{key} ({pair(str(a), str(b))})" for key, (a, b) in clashes.items()]
@@ -84,7 +91,7 @@ def list_clashes(clashes: dict[str, tuple], most: int = 6) -> str:
 
 
 def summarize(runs: list[Run], target: float | None = None) -> dict:
-    """The statistics of one configuration's runs, ready for JSON; RecordError where they may not be pooled."""
+    """The statistics of one configuration's runs, ready for JSON; RecordError if they may not be pooled."""
     require_sample(runs)
     if target is None:
         target = runs[0].header["target"]
@@ -96,10 +103,10 @@ def summarize(runs: list[Run], target: float | None = None) -> dict:
     if any(machines):
         notes.append("the runs' environments differ, so their times are not comparable: "
                      + list_clashes(next(filter(None, machines))))
-    return {"n": len(runs), "seeds": [run.seed for run in runs], "target": target, "losses": losses, "times_s": times,
-            "loss": asdict(describe(losses)), "time_s": asdict(describe(times)), "p": p_below(losses, target),
-            "significance": SIGNIFICANCE, "more_runs": more_runs(losses, target), "verdict": verdict(losses, target),
-            "notes": notes}
+    return {"n": len(runs), "seeds": [run.seed for run in runs], "target": target, "losses": losses,
+            "times_s": times, "loss": asdict(describe(losses)), "time_s": asdict(describe(times)),
+            "p": p_below(losses, target), "significance": SIGNIFICANCE,
+            "more_runs": more_runs(losses, target), "verdict": verdict(losses, target), "notes": notes}
 
 
 def number_text(value: float | None, form: str) -> str:

@@ -1,10 +1,10 @@
 """Where a step's time goes: a trace of every kind of step, and the milliseconds of each family of kernels.
 
-    torchrun --standalone --nproc_per_node=4 -m records.tools.profile --preset corpus        (or ./run.sh profile)
+    torchrun --standalone --nproc_per_node=4 -m records.tools.profile --preset corpus    (or ./run.sh profile)
 
-Runs every kind of step of the schedule as training does, writes a trace of one step of each (open it in ui.perfetto.dev)
-and prints the milliseconds of each family of kernels on rank 0. Takes train_gpt.py's settings; `--out FOLDER` says where
-the traces go.
+Runs every kind of step of the schedule as training does, writes a trace of one step of each (open it in
+ui.perfetto.dev) and prints the milliseconds of each family of kernels on rank 0. Takes train_gpt.py's
+settings; `--out FOLDER` says where the traces go.
 """
 import argparse
 import gzip
@@ -32,8 +32,8 @@ FAMILIES = {
     "matmul": r"gemm|gemv|nvjet|cutlass|matmul|_mm_|product_kernel|splitk",
     "embedding": r"add_(blocks|crossing)|embedding|gather|scatter|index|sort|radix",
     "optimizer": r"lerp|row_adam",
-    "elementwise": r"triton_|elementwise|reduce|heads_(backward_)?kernel|value_mix|residual|shared_rows|smear|row_norms|"
-                   r"_scales_|scaled_kernel",
+    "elementwise": r"triton_|elementwise|reduce|heads_(backward_)?kernel|value_mix|residual|shared_rows|"
+                   r"smear|row_norms|_scales_|scaled_kernel",
     "copies": r"^mem(cpy|set)|copy|transpose|quantize|fill",
 }
 Interval = tuple[float, float]      # begin and end, microseconds
@@ -62,9 +62,9 @@ def length(intervals: list[Interval]) -> float:
 def account(events: list[dict]) -> dict[str, float]:
     """Milliseconds on the GPU by family of kernels, from a trace's events.
 
-    `wall` is the time from the first kernel's begin to the last one's end, and nothing runs in the time `idle`. Other
-    kernels run beside `communication hidden`, and none beside `communication exposed`. Families other than communication
-    may overlap each other, and then add up to more than the wall.
+    `wall` is the time from the first kernel's begin to the last one's end, and nothing runs in the time
+    `idle`. Other kernels run beside `communication hidden`, and none beside `communication exposed`. Families
+    other than communication may overlap each other, and then add up to more than the wall.
     """
     intervals: dict[str, list[Interval]] = {}
     for event in events:
@@ -86,15 +86,17 @@ def account(events: list[dict]) -> dict[str, float]:
 def table(columns: dict[str, dict[str, float]]) -> str:
     """Markdown: a row for each family, a column for each kind of step."""
     last = ["idle", "wall"]
-    names = [*dict.fromkeys(name for column in columns.values() for name in column if name not in last), *last]
+    names = [*dict.fromkeys(name for column in columns.values() for name in column if name not in last),
+             *last]
     lines = ["| ms | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
     for name in names:
-        lines.append(f"| {name} | " + " | ".join(f"{column.get(name, 0):.2f}" for column in columns.values()) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{column.get(name, 0):.2f}" for column in columns.values())
+                     + " |")
     return "\n".join(lines)
 
 
 def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, float]]:
-    """Trace the third step of each kind, after two untraced ones, and account for it; writes the traces on rank 0."""
+    """Account for the third step of each kind, after two that are not traced. Rank 0 writes the traces."""
     device, columns = trainer.world.device, {}
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     kinds = trainer.schedule.kinds().values()
@@ -108,7 +110,7 @@ def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, 
             if device.type == "cuda":
                 torch.cuda.synchronize()
         if trainer.world.rank == 0:
-            name = f"{i}-{trainer.config.stages[step.stage].batch_tokens}"
+            name = f"{i}-{step.batch_tokens}"
             name += "-tied" * step.tied + "-adam" * step.update_adam
             path = out / f"{name}.json.gz"
             recorded.export_chrome_trace(str(path))
@@ -133,7 +135,7 @@ def main() -> int:
     trainer.warm_up()
     options.out.mkdir(parents=True, exist_ok=True)
     columns = profile_steps(trainer, options.out)
-    # A communicator lives as long as a graph that holds its collectives, and `close` would wait for it for ever.
+    # A communicator lives as long as a graph that holds its collectives; `close` would wait for it for ever.
     trainer.graphs.clear()
     if world.rank == 0:
         print(table(columns) if any(columns.values()) else "no GPU: the traces show what the CPU did")

@@ -1,4 +1,4 @@
-"""The page and the tables of the records: `index.html`, the README's table, the tables in the records' own READMEs."""
+"""The page and the tables of the records: `index.html`, and the tables in all READMEs."""
 import base64
 import difflib
 import json
@@ -8,7 +8,6 @@ from datetime import date
 from html import escape
 from pathlib import Path
 
-from records.run.sources import source_files
 from records.tools import markdown
 from records.tools.compare import compare, difference_text
 from records.tools.plots import figures, page_svg, progress_figure
@@ -19,8 +18,8 @@ from records.tools.stats import SIGNIFICANCE
 
 MARKER = "records"
 HEAD = ["record", "date", "time (s)", "loss (nats/token)", "target", "n", "p", "machine", "preset", "by"]
-LEGEND = ("Mean ± standard deviation over n runs; p of the one-sided t-test of \"the mean loss is above the target\" "
-          "(n = 1 has none).")
+LEGEND = ("Mean ± standard deviation over n runs; p of the one-sided t-test of \"the mean loss is above the "
+          "target\" (n = 1 has none).")
 STYLE_SHEET = Path(__file__).with_name("page.css")
 
 
@@ -37,21 +36,23 @@ def row(record: Record) -> list[str]:
         return f"{data[mean]:.{digits}f}" + (f" ± {data[deviation]:.{digits}f}" if known else "")
 
     return [data["date"], spread("mean_time_s", "standard_deviation_time_s", 2),
-            spread("mean_loss", "standard_deviation_loss", 4), number_text(data["target"], "g"), str(len(data["runs"])),
-            number_text(data["p_value"], ".2g"), machine(record), data["preset"], ", ".join(data["contributors"]) or "-"]
+            spread("mean_loss", "standard_deviation_loss", 4), number_text(data["target"], "g"),
+            str(len(data["runs"])), number_text(data["p_value"], ".2g"), machine(record), data["preset"],
+            ", ".join(data["contributors"]) or "-"]
 
 
 def readme_table(records: list[Record]) -> str:
     """The README's table of records, newest first; it links to the folders."""
     if not records:
         return "No records yet: `python -m records new` makes the first one of finished runs."
-    rows = [[f"[{record.data['title']}](records/{record.name})", *row(record)] for record in reversed(records)]
+    rows = [[f"[{record.data['title']}](records/{record.name})", *row(record)]
+            for record in reversed(records)]
     words = {HEAD.index(name) for name in ("record", "machine", "preset", "by")}
     return markdown.table(HEAD, rows, words) + "\n\n" + LEGEND
 
 
 def write(root: Path) -> tuple[Path, list[str]]:
-    """Write `root/index.html` and refresh the generated tables; returns the page and what could not be refreshed."""
+    """Write `root/index.html` and refresh the tables; returns the page and what could not be refreshed."""
     records, notes = load_all(root), []
     for record in records:
         refresh(record.folder / "README.md", "result", result_table(record.data), notes)
@@ -75,15 +76,19 @@ def html_page(records: list[Record]) -> str:
     if records:
         body = [html_table(HEAD, rows, "records"), f"<p>{LEGEND}</p>", "<h2>The best time over dates</h2>",
                 figure_html(page_svg(progress_figure(progress(records)), "progress"),
-                            f"The best mean time of the records whose mean loss is below the target (p < {SIGNIFICANCE:g})")]
+                            "The best mean time of the records whose mean loss is below the target (p < "
+                            f"{SIGNIFICANCE:g})")]
     else:
-        body = ["<p>No records yet: <code>python -m records new</code> makes the first one of finished runs.</p>"]
+        body = ["<p>No records yet: <code>python -m records new</code> makes the first one of finished "
+                "runs.</p>"]
     by_name = {record.name: record for record in records}
     body += [record_html(record, by_name.get(record.data["parent"])) for record in reversed(records)]
-    icon = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()  # or the browser asks a server for one
+    # Without an icon the browser would ask a server for one.
+    icon = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
     return ('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>Records</title>\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f'<link rel="icon" href="data:image/svg+xml;base64,{icon}">\n<style>\n{STYLE_SHEET.read_text()}</style>\n'
+            f'<link rel="icon" href="data:image/svg+xml;base64,{icon}">\n'
+            f'<style>\n{STYLE_SHEET.read_text()}</style>\n'
             "</head>\n<body>\n<main>\n<h1>Records</h1>\n" + "\n".join(body) + "\n</main>\n</body>\n</html>\n")
 
 
@@ -103,20 +108,23 @@ def record_html(record: Record, parent: Record | None) -> str:
     pictures = [figure_html(page_svg(figure, f"{record.name}-{name}"), CAPTIONS[name])
                 for name, figure in figures({data["title"]: record.runs}).items()]
     runs = [[str(run["seed"]), f"{run['loss']:.4f}", f"{run['time_s']:.3f}"] for run in data["runs"]]
-    environment = {"machine": machine(record), "driver": data["driver"], **data["versions"], "commit": data["commit"],
-                   "attention": header["attention"], "fp8": header["fp8"], "parameters": f"{header['parameters']:,}",
+    environment = {"machine": machine(record), "driver": data["driver"], **data["versions"],
+                   "commit": data["commit"], "attention": header["attention"], "fp8": header["fp8"],
+                   "parameters": f"{header['parameters']:,}",
                    "command": " ".join(map(str, header["command"])), "sources": data["sources"]}
     return "\n".join([
         f'<section id="{record.name}">', f"<h2>{escape(data['title'])}</h2>",
-        f"<p>{escape(', '.join([data['date'], *data['contributors']]))}. {escape(significance_line(data))}</p>",
+        f"<p>{escape(', '.join([data['date'], *data['contributors']]))}. "
+        f"{escape(significance_line(data))}</p>",
         *words_html(record.readme),
-        html_table(["seed", "loss (nats/token)", "time (s)"], runs), '<div class="figures">', *pictures, "</div>",
-        "<h3>Differences from its parent</h3>", parent_html(record, parent),
-        fold("Environment", pairs_html(environment)), fold("Settings", pairs_html(flatten(header["config"]))), "</section>"])
+        html_table(["seed", "loss (nats/token)", "time (s)"], runs), '<div class="figures">', *pictures,
+        "</div>", "<h3>Differences from its parent</h3>", parent_html(record, parent),
+        fold("Environment", pairs_html(environment)), fold("Settings", pairs_html(flatten(header["config"]))),
+        "</section>"])
 
 
 def words_html(readme: str) -> list[str]:
-    """What changed and why it works, as the record's README says it (of its Markdown only paragraphs and code)."""
+    """What changed and why it works, by the record's README. Of its Markdown only paragraphs and code."""
     parts = []
     for title in markdown.WRITTEN_SECTIONS:
         paragraphs = re.split(r"\n\n|\n(?=[-*] )", markdown.titled(readme, title) or "")
@@ -126,38 +134,47 @@ def words_html(readme: str) -> list[str]:
 
 
 CAPTIONS = {"loss-time": "Loss against time", "loss-tokens": "Loss against tokens",
-            "final-loss": "The last loss of each run", "step-time": "Time of each step", "schedule": "Schedule"}
+            "final-loss": "The last loss of each run", "step-time": "Time of each step",
+            "schedule": "Schedule"}
 
 
 def parent_html(record: Record, parent: Record | None) -> str:
     """Loss, time, settings, environment and source files against the parent record's."""
     if parent is None:
-        return f"<p>{'No parent.' if record.data['parent'] is None else 'Its parent is not among these records.'}</p>"
+        alone = record.data["parent"] is None
+        return "<p>No parent.</p>" if alone else "<p>Its parent is not among these records.</p>"
     result = compare(parent.runs, record.runs)
     settings = {key: pair for key, pair in result["configuration"].items() if key != "sources"}
-    found = {"loss": difference_text(result["loss"], 4, "nats/token"), "time": difference_text(result["time_s"], 3, "s"),
+    found = {"loss": difference_text(result["loss"], 4, "nats/token"),
+             "time": difference_text(result["time_s"], 3, "s"),
              "settings": list_clashes(settings, 20) or "the same",
-             "sources": ", ".join(changed_sources(parent.folder / "sources", record.folder / "sources")) or "the same"}
+             "sources": changed_sources(parent, record)}
     notes = "".join(f"<p><strong>{escape(note)}</strong></p>" for note in result["notes"])
-    return f'<p>Against <a href="#{parent.name}">{escape(parent.data["title"])}</a>:</p>{pairs_html(found)}{notes}'
+    title = escape(parent.data["title"])
+    return f'<p>Against <a href="#{parent.name}">{title}</a>:</p>{pairs_html(found)}{notes}'
 
 
-def changed_sources(before: Path, after: Path) -> list[str]:
+def changed_sources(before: Record, after: Record) -> str:
     """"train_gpt.py +12 -3" for each file that differs."""
-    old, new = source_files(before), source_files(after)
+    try:
+        old, new = before.sources(), after.sources()
+    except RecordError as error:
+        return f"unknown: {error}"
     changed = []
     for path in sorted(old.keys() | new.keys()):
         if old.get(path) != new.get(path):
             lines = [files.get(path, b"").decode(errors="replace").splitlines() for files in (old, new)]
             diff = list(difflib.unified_diff(*lines, n=0))[2:]
-            changed.append(f"{path} +{sum(line[0] == '+' for line in diff)} -{sum(line[0] == '-' for line in diff)}")
-    return changed
+            changed.append(f"{path} +{sum(line[0] == '+' for line in diff)} "
+                           f"-{sum(line[0] == '-' for line in diff)}")
+    return ", ".join(changed) or "the same"
 
 
 def html_table(head: list[str], rows: list[list[str]], kind: str = "") -> str:
-    """A table of ready HTML cells; each cell names its column, which a phone shows in place of the head."""
+    """A table of ready HTML cells; each cell names its column, which a phone shows instead of the head."""
     cells = ["".join(f'<td data-name="{name}">{cell}</td>' for name, cell in zip(head, row)) for row in rows]
-    return (f'<table class="{kind}"><thead><tr>' + "".join(f"<th>{name}</th>" for name in head) + "</tr></thead><tbody>"
+    return (f'<table class="{kind}"><thead><tr>' + "".join(f"<th>{name}</th>" for name in head)
+            + "</tr></thead><tbody>"
             + "".join(f"<tr>{row}</tr>" for row in cells) + "</tbody></table>")
 
 

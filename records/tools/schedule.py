@@ -3,11 +3,12 @@ import numpy as np
 
 from records.tools.schema import Run
 
-Panel = tuple[str, dict[str, np.ndarray]]  # axis title with its unit, {legend: value after each step (steps,)}
+# Axis title with its unit, {legend: value after each step (steps,)}.
+Panel = tuple[str, dict[str, np.ndarray]]
 
 
 def panels(run: Run) -> tuple[list[Panel], str]:
-    """What to draw over the run's steps, and a sentence that says what is left out and why ("" if nothing is)."""
+    """What to draw over the run's steps, and a sentence that says what is left out and why, if anything."""
     if run.foreign:
         return [], "a foreign log tells nothing of its schedule"
     if not len(run.steps["step"]):

@@ -1,4 +1,4 @@
-"""What a log holds: the kinds of line and their fields, and `Run`, the one form in which the tools see a log."""
+"""What a log holds: the kinds of line and their fields; and `Run`, the form in which the tools see a log."""
 import math
 import re
 from dataclasses import dataclass, field
@@ -7,25 +7,30 @@ from pathlib import Path
 
 import numpy as np
 
+from records.run import LOG_NAME
+
 LOG_SCHEMA = 1
-LOG_NAME = "log.jsonl"
+PACKED = ".jsonl.gz"  # how the name of a record's log ends
 NUMBER = int | float
-# Field -> type, for each kind of line in a `log.jsonl`. `header` is the first line; `summary` or `stopped` is the last.
+# Field -> type, for each kind of line in a `log.jsonl`. `header` is the first line; `summary` or `stopped` is
+# the last.
 LINES = {
     "header": {
-        "schema": int, "name": str, "started": str, "preset": str, "config": dict, "seed": int, "command": list,
-        "target": NUMBER | None, "world_size": int, "devices": list, "driver": str | None, "versions": dict,
-        "commit": str | None, "dirty": bool | None, "sources": str, "attention": str, "fp8": bool, "parameters": int,
+        "schema": int, "name": str, "started": str, "preset": str, "config": dict, "seed": int,
+        "command": list, "target": NUMBER | None, "world_size": int, "devices": list, "driver": str | None,
+        "versions": dict, "commit": str | None, "dirty": bool | None, "sources": str, "attention": str,
+        "fp8": bool, "parameters": int,
     },
     "step": {"step": int, "loss": NUMBER, "lr": NUMBER, "tokens": int, "ms": NUMBER},
     "validation": {"step": int, "loss": NUMBER, "time_s": NUMBER, "tokens": int},
     "summary": {
-        "steps": int, "time_s": NUMBER, "loss": NUMBER, "tokens": int, "tokens_per_s": NUMBER, "step_ms": dict,
-        "peak_memory_bytes": int | None, "startup_s": NUMBER, "compile_s": NUMBER,
+        "steps": int, "time_s": NUMBER, "loss": NUMBER, "tokens": int, "tokens_per_s": NUMBER,
+        "step_ms": dict, "peak_memory_bytes": int | None, "startup_s": NUMBER, "compile_s": NUMBER,
     },
     "stopped": {"step": int, "reason": str},
 }
-# What the step lines of the first logs did not say yet, and what then stands for it; windows are short and long, blocks.
+# What the step lines of the first logs did not say yet, and what then stands for it; windows are short and
+# long, blocks.
 SCHEDULE = {"momentum": math.nan, "windows": [math.nan, math.nan]}
 
 
@@ -37,8 +42,9 @@ class RecordError(ValueError):
 class Run:
     """One log, ours or foreign, whole or not.
 
-    `steps` and `validations` map a field of LINES to its values (n,), in the order of the log. Foreign logs have no
-    "loss", "lr" and "tokens" in `steps`, no "tokens" in `validations`, and a header with what could be found out.
+    `steps` and `validations` map a field of LINES to its values (n,), in the order of the log. Foreign logs
+    have no "loss", "lr" and "tokens" in `steps`, no "tokens" in `validations`, and a header with what could
+    be found out.
     """
     path: Path
     header: dict
@@ -48,6 +54,7 @@ class Run:
     stopped: str | None = None  # why a run ended early
     foreign: bool = False
     warnings: list[str] = field(default_factory=list)  # what is incomplete or unknown
+    sha256: str = ""  # of the log, unpacked
 
     @property
     def name(self) -> str:
@@ -55,8 +62,10 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The folder's name for our logs, the file's for foreign ones: what a message should call this run."""
-        return self.path.name if self.foreign else self.path.parent.name
+        """What messages call this run: its folder's name, or the file's for foreign and packed logs."""
+        if self.path.name.startswith(LOG_NAME):
+            return self.path.parent.name
+        return self.path.name.removesuffix(PACKED)
 
     @property
     def seed(self) -> int | None:
@@ -93,19 +102,22 @@ class Run:
         return None if tokens is None else np.diff(tokens, prepend=0)
 
     def stages(self) -> list[tuple[str, np.ndarray]]:
-        """(name, step milliseconds (n,)) of each stretch of equal batch; one stretch where the batch is unknown."""
+        """(name, milliseconds (n,)) of each stretch of equal batch; one stretch if that is unknown."""
         ms, batch = self.steps["ms"], self.batch_tokens
         if batch is None or not len(batch):
             return [("all steps", ms)]
         starts = [0, *np.flatnonzero(np.diff(batch)) + 1]
-        return [(f"{batch[start]:,} tokens", ms[start:end]) for start, end in zip(starts, [*starts[1:], len(ms)])]
+        return [(f"{batch[start]:,} tokens", ms[start:end])
+                for start, end in zip(starts, [*starts[1:], len(ms)])]
 
     @property
     def planned_steps(self) -> int | None:
         """Steps that the configuration asks for, `steps` + `extra_steps`; None where it does not say."""
         settings = flatten(self.header.get("config") or {})
         named = {last_part(key): value for key, value in settings.items()}
-        return named["steps"] + (named.get("extra_steps") or 0) if isinstance(named.get("steps"), int) else None
+        if not isinstance(named.get("steps"), int):
+            return None
+        return named["steps"] + (named.get("extra_steps") or 0)
 
 
 def check_fields(data: dict, fields: dict[str, type], what: str) -> None:
@@ -134,7 +146,7 @@ def last_part(key: str) -> str:
 
 
 def differences(a: dict, b: dict, ignore: frozenset[str] = frozenset()) -> dict[str, tuple]:
-    """Dotted key -> (value in a, value in b) where two nested dictionaries differ; None stands for "not there"."""
+    """Dotted key -> (value in a, value in b) where two nested dictionaries differ; None: not there."""
     a, b = flatten(a), flatten(b)
     return {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys())
             if key not in ignore and a.get(key) != b.get(key)}

@@ -27,9 +27,11 @@ def describe(values: list[float]) -> Sample:
     if not len(values):
         raise RecordError("no values: statistics need at least one finished run")
     if not np.isfinite(values).all():
-        raise RecordError(f"value {int(np.flatnonzero(~np.isfinite(values))[0]) + 1} of {len(values)} is not finite")
+        raise RecordError(f"value {int(np.flatnonzero(~np.isfinite(values))[0]) + 1} of {len(values)} is not "
+                          "finite")
     n = len(values)
-    # Equal values give a rounding error of 1e-16 in place of zero, which a t-test would take for a real spread.
+    # Equal values give a rounding error of 1e-16 instead of zero, which a t-test would take for a real
+    # spread.
     spread = (0.0 if np.ptp(values) == 0 else float(values.std(ddof=1))) if n > 1 else None
     return Sample(n, float(values.mean()), spread, None if spread is None else spread / math.sqrt(n))
 
@@ -48,8 +50,8 @@ def p_below(values: list[float], target: float | None) -> float | None:
 def more_runs(values: list[float], target: float | None) -> int | None:
     """Runs to add until the t-test decides, assuming that mean and spread stay as they are.
 
-    The true mean may lie on either side of the sample's, so the plan has about an even chance to be enough. None where
-    there is no test (see `p_below`) or where MOST_RUNS would not do.
+    The true mean may lie on either side of the sample's, so the plan has about an even chance to be enough.
+    None where there is no test (see `p_below`) or where MOST_RUNS would not do.
     """
     sample = describe(values)
     if target is None or not sample.standard_deviation:
@@ -68,7 +70,8 @@ def verdict(values: list[float], target: float | None) -> str:
     if sample.n == 1:
         return "undecided: one run has no spread, so there is no test; run at least three seeds"
     if p is None:
-        return f"undecided: all {sample.n} losses are equal, no spread to test against; are these separate runs?"
+        return (f"undecided: all {sample.n} losses are equal, no spread to test against; "
+                "are these separate runs?")
     if p < SIGNIFICANCE:
         return f"the mean is below {target:g} (p < {SIGNIFICANCE:g})"
     more = more_runs(values, target)
@@ -76,12 +79,16 @@ def verdict(values: list[float], target: float | None) -> str:
         return f"the mean is above {target:g} (the test the other way: p < {SIGNIFICANCE:g})"
     where = "below" if sample.mean < target else "above"
     needed = f"more than {MOST_RUNS:,} runs" if more is None else f"{more} more run{'s' * (more != 1)}"
-    return f"undecided: {needed} would show that it is {where} {target:g} (if mean and spread stay: an even chance)"
+    return (f"undecided: {needed} would show that it is {where} {target:g} "
+            "(if mean and spread stay: an even chance)")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """B - A by Welch's test. Everything but `difference` is None where a side has one run or neither has a spread."""
+    """B - A by Welch's test.
+
+    Everything but `difference` is None where a side has one run or neither has a spread.
+    """
     difference: float
     low: float | None = None  # 95% interval
     high: float | None = None
@@ -97,7 +104,8 @@ def welch(a: list[float], b: list[float]) -> Difference:
     error = math.hypot(sample_a.standard_error, sample_b.standard_error)
     freedom = error ** 4 / sum(sample.standard_error ** 4 / (sample.n - 1) for sample in (sample_a, sample_b))
     half = float(stats.t.ppf(0.975, freedom)) * error
-    # The usual sum of two quantiles (of the size of the test and of its power) stands in for the noncentral t.
+    # The usual sum of two quantiles (of the size of the test and of its power) stands in for the noncentral
+    # t.
     smallest = half + float(stats.t.ppf(0.8, freedom)) * error
     p = 2 * float(stats.t.sf(abs(difference) / error, freedom))
     return Difference(difference, difference - half, difference + half, p, smallest)

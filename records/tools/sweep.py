@@ -1,4 +1,4 @@
-"""Settings sweeps: every combination of values, several seeds each, resumable; the runs' own logs are the only state."""
+"""Settings sweeps: every combination of values with several seeds. The runs' own logs are the only state."""
 import hashlib
 import shlex
 import sys
@@ -27,9 +27,11 @@ def parse_settings(texts: list[str]) -> dict[str, list[str]]:
     for text in texts:
         name, _, values = text.partition("=")
         if not name or not values:
-            raise RecordError(f"--set {text!r}: expected a setting and its values, such as --set lr=0.02,0.023,0.026")
+            raise RecordError(f"--set {text!r}: expected a setting and its values, such as --set "
+                              "lr=0.02,0.023,0.026")
         if name in settings or name in NOT_CONFIGURATION:
-            raise RecordError(f"--set {name}: " + ("given twice" if name in settings else "the sweep sets it itself"))
+            raise RecordError(f"--set {name}: " + ("given twice" if name in settings
+                                                   else "the sweep sets it itself"))
         settings[name] = split_values(values)
         if "" in settings[name]:
             raise RecordError(f"--set {text!r}: an empty value between its commas")
@@ -37,10 +39,10 @@ def parse_settings(texts: list[str]) -> dict[str, list[str]]:
 
 
 def sweep(command: str, settings: dict[str, list[str]], seeds: int, runs: Path, name: str) -> list[dict]:
-    """Run what is not there yet of all combinations × seeds 0 … `seeds` - 1; a result a combination, in order.
+    """Run what is missing of all combinations × seeds 0 … `seeds` - 1; a result for each combination.
 
-    The runs' name ends in a hash of the command and of the sources: with another of either it is another sweep. A
-    combination that diverges is given up with its first such seed.
+    The runs' name ends in a hash of the command and of the sources: with another of either it is another
+    sweep. A combination that diverges is given up with its first such seed.
     """
     if seeds < 1:
         raise RecordError(f"--seeds {seeds}: at least one; three show a spread")
@@ -65,7 +67,7 @@ def sweep(command: str, settings: dict[str, list[str]], seeds: int, runs: Path, 
 
 
 def earlier_run(runs: Path, name: str, added: dict[str, str]) -> Run | None:
-    """The run of the sweep `name`, finished or diverged, whose command ends in the settings that it would add, or None."""
+    """The run of the sweep `name` that ended, finished or diverged, whose command ends in these settings."""
     words = shlex.split(with_settings("", added))
     for log in sorted(runs.glob(f"*-{name}*/{LOG_NAME}")):
         try:
@@ -73,23 +75,24 @@ def earlier_run(runs: Path, name: str, added: dict[str, str]) -> Run | None:
         except RecordError as error:
             print(f"passed over: {error}", file=sys.stderr)
             continue
-        if (run.finished or run.diverged) and run.name == name and run.header["command"][-len(words):] == words:
+        ended, last_words = run.finished or run.diverged, run.header["command"][-len(words):]
+        if ended and run.name == name and last_words == words:
             return run
     return None
 
 
 def require_same_base(first: Run, group: list[Run], settings: dict[str, list[str]], name: str) -> None:
-    """RecordError if runs differ in more than the swept settings: then a resumed sweep has become two experiments."""
+    """RecordError if runs differ in more than the swept settings: a resumed sweep is then two experiments."""
     for run in group:
         clashes = {key: pair for key, pair in configuration_differences(first, run).items()
                    if last_part(key) not in settings}
         if clashes:
-            raise RecordError(f"sweep {name!r}: {first.label} and {run.label} differ in more than the swept settings: "
-                              f"{list_clashes(clashes)}; give the changed sweep another --name")
+            raise RecordError(f"sweep {name!r}: {first.label} and {run.label} differ in more than the swept "
+                              f"settings: {list_clashes(clashes)}; give the changed sweep another --name")
 
 
 def result(combination: dict[str, str], group: list[Run], first: list[Run]) -> dict:
-    """A combination's statistics and, unless it is the first, its loss against the first's by Welch's test."""
+    """A combination's statistics and, but for the first, its loss against the first's by Welch's test."""
     if group[-1].diverged:
         return {"settings": combination, "diverged": f"{group[-1].label}, {'; '.join(group[-1].warnings)}"}
     difference = None if group is first else welch([run.loss for run in first], [run.loss for run in group])
@@ -106,15 +109,19 @@ def sweep_text(results: list[dict]) -> str:
         settings = " ".join(f"{key}={value}" for key, value in row["settings"].items())
         if "diverged" in row:
             return [settings, "-", "diverged ", *"-" * 5]
-        return [settings, str(row["n"]), f"{row['loss']['mean']:.4f}{'*' if row['loss']['mean'] == best else ' '}",
+        loss = row["loss"]["mean"]
+        return [settings, str(row["n"]), f"{loss:.4f}{'*' if loss == best else ' '}",
                 number_text(row["loss"]["standard_deviation"], ".4f"), number_text(row["difference"], "+.4f"),
-                number_text(row["p_difference"], ".2g"), number_text(row["p"], ".2g"), f"{row['time_s']['mean']:.3f}"]
+                number_text(row["p_difference"], ".2g"), number_text(row["p"], ".2g"),
+                f"{row['time_s']['mean']:.3f}"]
 
     target = number_text(whole[0]["target"], "g")
     head = ["settings", "n", "loss ", "sd", "- first", "p (- first)", f"p (< {target})", "time (s)"]
     comparisons = len(whole) - 1
     lines = [table(head, list(map(cells, results))), "",
              "* lowest mean loss. p (- first): Welch's test against the first row with a loss, two-sided"
-             + (f"; with {comparisons} comparisons, ask for p < {0.05 / comparisons:.2g}." if comparisons > 1 else ".")]
-    notes = {note for row in whole for note in row["notes"]} | {row["diverged"] for row in results if "diverged" in row}
+             + (f"; with {comparisons} comparisons, ask for p < {0.05 / comparisons:.2g}." if comparisons > 1
+                else ".")]
+    notes = {note for row in whole for note in row["notes"]}
+    notes |= {row["diverged"] for row in results if "diverged" in row}
     return "\n".join(lines + [f"note: {note}" for note in sorted(notes)])

@@ -1,4 +1,4 @@
-"""Following a running log in the terminal: its curve, its pace, and how it stands against the parent record."""
+"""Following a running log in the terminal: its curve, its pace, and how far it is from the parent record."""
 import shutil
 import time
 from pathlib import Path
@@ -29,7 +29,7 @@ def parent_of(run: Run, root: Path) -> Record | None:
 
 
 def at_time(runs: list[Run], time_s: float) -> float | None:
-    """Mean validation loss of `runs` at `time_s` on the clock, between validations by straight lines; None outside them."""
+    """Mean validation loss of `runs` at `time_s` on the clock, interpolated; None outside validations."""
     curves = [(run.validations["time_s"], run.validations["loss"]) for run in runs]
     if any(not len(times) or not times[0] <= time_s <= times[-1] for times, _ in curves):
         return None
@@ -41,7 +41,8 @@ def curve(losses: np.ndarray, width: int, height: int) -> list[str]:
     parts = np.array([part.mean() for part in np.array_split(losses, min(width, len(losses)))])
     low, high = float(parts.min()), float(parts.max())
     eighths = np.round((parts - low) / max(high - low, 1e-12) * (8 * height - 1)).astype(int) + 1
-    rows = ["".join(BARS[int(np.clip(level - 8 * row, 0, 8))] for level in eighths) for row in reversed(range(height))]
+    rows = ["".join(BARS[int(np.clip(level - 8 * row, 0, 8))] for level in eighths)
+            for row in reversed(range(height))]
     labels = [f"{high:7.4f} "] + [" " * 8] * (height - 2) + [f"{low:7.4f} "]
     return [label + row for label, row in zip(labels, rows)]
 
@@ -56,13 +57,15 @@ def picture(run: Run, parent: Record | None, width: int = 80, height: int = 10) 
     if "loss" in run.steps and np.isfinite(run.steps["loss"]).all():
         lines += ["training loss (nats/token)", *curve(run.steps["loss"], width - 8, height)]
     elif "loss" in run.steps:
-        lines.append(f"the loss is not finite since step {run.steps['step'][~np.isfinite(run.steps['loss'])][0]}")
+        lines.append("the loss is not finite since step "
+                     f"{run.steps['step'][~np.isfinite(run.steps['loss'])][0]}")
     recent = run.steps["ms"][-RECENT:]
     pace = f"{recent.mean():.1f} ms a step"
     if run.batch_tokens is not None:
         pace += f", {run.batch_tokens[-RECENT:].sum() / recent.sum() * 1000:,.0f} tokens/s"
     if planned and not run.finished:
-        pace += f", {max(planned - done, 0) * recent.mean() / 1000:.0f} s left at the pace of the last {len(recent)} steps"
+        left_s = max(planned - done, 0) * recent.mean() / 1000
+        pace += f", {left_s:.0f} s left at the pace of the last {len(recent)} steps"
     return "\n".join([*lines, f"clock {run.step_time_s[-1]:.1f} s; {pace}", *standing(run, parent)])
 
 
@@ -79,14 +82,16 @@ def standing(run: Run, parent: Record | None) -> list[str]:
         return [line, "no record of this preset to compare with"]
     then = at_time(parent.runs, time_s)
     if then is None:
-        return [line, f"{parent.name} has no loss at {time_s:.1f} s: it took {parent.data['mean_time_s']:.1f} s in all"]
+        return [line, f"{parent.name} has no loss at {time_s:.1f} s: it took "
+                      f"{parent.data['mean_time_s']:.1f} s in all"]
     versus = f"{parent.name} had {then:.4f} at this time"
     if target is not None:
         versus += f" ({then - target:+.4f} from the target)"
     return [line, f"{versus}: this run is {abs(loss - then):.4f} {'ahead' if loss <= then else 'behind'}"]
 
 
-def watch(place: Path | None, root: Path, parent: Record | None, every_s: float = 1.0, once: bool = False) -> None:
+def watch(place: Path | None, root: Path, parent: Record | None, every_s: float = 1.0,
+          once: bool = False) -> None:
     """Print the picture of a run again and again until it has ended."""
     log = find_logs(place)[-1] if place else newest_run(runs_folder(root))
     run = read_log(log)

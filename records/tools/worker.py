@@ -1,4 +1,4 @@
-"""Started by `ablate --against` in the folder of a checkout: run its own `ablate`, then print memory and start-up time.
+"""Started by `ablate --against` in a checkout: run its own `ablate`, then print memory and start-up time.
 
     worker.py MODULE [settings]
 

@@ -1,1 +1,0 @@
-"""Operations that the project exists for, one a file, each with a plain PyTorch twin."""
