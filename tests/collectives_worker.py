@@ -1,4 +1,4 @@
-"""Started by torchrun: copies against NCCL's collectives, eagerly and in a CUDA graph that is replayed on other numbers."""
+"""Started by torchrun: copies against NCCL, eagerly and in a CUDA graph that is replayed on other numbers."""
 import os
 
 import torch
@@ -18,17 +18,19 @@ def main() -> None:
     copies, nccl = PeerCopies(dist.group.WORLD), Collectives(size)
     torch.manual_seed(rank)
     for n in (8, 24_576, 1_179_648):
-        for make in (copies.zeros, torch.zeros):                         # what others can read, and what they cannot
-            if rank % 2:                                                 # what is made on first use is cleared only behind this
-                torch.cuda._sleep(500_000_000)                           # cycles, 0.3 s
+        for make in (copies.zeros, torch.zeros):  # memory that others can read, and memory that is staged
+            if rank % 2:  # buffers that are made on first use are cleared only behind this
+                torch.cuda._sleep(500_000_000)  # cycles, 0.3 s
             source = make(size * n, dtype=torch.bfloat16, device=device)
-            mine, theirs = ({"all_gather": source.new_zeros(size * len(source)), "all_to_all": torch.zeros_like(source),
-                             "reduce_scatter": source.new_zeros(n), "all_reduce": torch.zeros_like(source)} for _ in range(2))
+            lengths = {"all_gather": size * len(source), "all_to_all": len(source), "reduce_scatter": n,
+                       "all_reduce": len(source)}
+            mine, theirs = ({name: source.new_zeros(length) for name, length in lengths.items()}
+                            for _ in range(2))
 
-            def run(wire: Collectives, out: dict[str, torch.Tensor]) -> None:
+            def run(by: Collectives, out: dict[str, torch.Tensor]) -> None:
                 out["all_reduce"].copy_(source)
-                started = [wire.all_gather(out["all_gather"], source), wire.all_to_all(out["all_to_all"], source),
-                           wire.reduce_scatter(out["reduce_scatter"], source), wire.all_reduce(out["all_reduce"])]
+                started = [by.all_gather(out["all_gather"], source), by.all_to_all(out["all_to_all"], source),
+                           by.reduce_scatter(out["reduce_scatter"], source), by.all_reduce(out["all_reduce"])]
                 for work in started:
                     wait(work)
 
@@ -41,12 +43,12 @@ def main() -> None:
                 graph.replay() if again else run(copies, mine)
                 run(nccl, theirs)
                 torch.cuda.synchronize()
-                # NCCL rounds a sum at every rank, copies once
+                # NCCL rounds a sum at every rank; the copies round it once, so the sum is made here.
                 theirs["all_reduce"] = torch.sum(theirs["all_gather"].view(size, -1), 0)
                 theirs["reduce_scatter"] = torch.sum(theirs["all_to_all"].view(size, -1), 0)
                 for name in OPERATIONS:
                     if not torch.equal(mine[name], theirs[name]):
-                        raise SystemExit(f"rank {rank}, {name} of {n}, {make.__module__}, again {again}: not NCCL's")
+                        raise SystemExit(f"rank {rank}, {name} of {n}, {make.__module__}: not NCCL's")
     print("agrees", flush=True)
     dist.destroy_process_group()
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.distributed import _symmetric_memory
 
-from kernels.ngrams.exchange import parts_of_rows, whole_rows
 from kernels.ranks import collectives
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +47,7 @@ def rendezvous(x: torch.Tensor, group: Group) -> Memory:
 
 @pytest.fixture
 def on_threads(monkeypatch):
-    """Runs a function of a rank's collectives on so many ranks at once; returns what each returned."""
+    """A function that runs one of (rank, its PeerCopies) on so many ranks at once; for the results of all."""
     stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: None, wait_event=lambda _: None)
     monkeypatch.setattr(collectives, "side_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -71,73 +70,71 @@ def on_threads(monkeypatch):
     def run(size: int, work) -> list:
         shared = SimpleNamespace(given={}, barrier=threading.Barrier(size))
         with ThreadPoolExecutor(size) as threads:
-            found = [threads.submit(lambda rank: work(rank, collectives.PeerCopies(Group(rank, size, shared))), rank) for rank in range(size)]
-            return [x.result() for x in found]
+            def of_rank(rank: int):
+                return work(rank, collectives.PeerCopies(Group(rank, size, shared)))
+            return [x.result() for x in [threads.submit(of_rank, rank) for rank in range(size)]]
     return run
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("readable", [True, False])
 def test_copies_do_what_the_collectives_say(on_threads, size, readable):
-    """Of what others can read and of what must be copied to where they can; slices of it; again into the same places."""
+    """From memory that others can read and from staged memory; slices of it; again into the same places."""
     torch.manual_seed(size)
     n, rounds = 3, 3
     sources = torch.randn(rounds, size, 2, size * n, 5).bfloat16()
     scalars = torch.randn(rounds, size)
 
-    def work(rank: int, wire: collectives.PeerCopies) -> list:
+    def work(rank: int, copies: collectives.PeerCopies) -> list:
         device, found = torch.device("cpu"), []
-        make = wire.zeros if readable else torch.zeros
+        make = copies.zeros if readable else torch.zeros
         whole = make(2, size * n, 5, dtype=torch.bfloat16, device=device)
         for i in range(rounds):
             whole.copy_(sources[i, rank])
-            gathered, received = torch.zeros(size * size * n, 5).bfloat16(), torch.zeros(size * n, 5).bfloat16()
-            summed, scalar = torch.zeros(n, 5).bfloat16(), scalars[i, rank].clone()
-            for started in (wire.all_gather(gathered, whole[1]), wire.all_to_all(received, whole[1]), wire.reduce_scatter(summed, whole[1]),
-                            wire.all_reduce(scalar)):
+            lengths = size * size * n, size * n, n
+            gathered, received, summed = (torch.zeros(length, 5).bfloat16() for length in lengths)
+            scalar = scalars[i, rank].clone()
+            for started in (copies.all_gather(gathered, whole[1]), copies.all_to_all(received, whole[1]),
+                            copies.reduce_scatter(summed, whole[1]), copies.all_reduce(scalar)):
                 collectives.wait(started)
-            whole.fill_(torch.nan)                                       # all have been read
+            whole.fill_(torch.nan)  # every rank has read it
             found.append((gathered, received, summed, scalar))
         return found
 
     for rank, found in enumerate(on_threads(size, work)):
         for i, (gathered, received, summed, scalar) in enumerate(found):
-            given = sources[i, :, 1].unflatten(1, (size, n))            # from, to, n, 5
-            assert torch.equal(gathered, given.flatten(0, 2)) and torch.equal(received, given[:, rank].flatten(0, 1))
-            assert torch.equal(summed, given[:, rank].float().sum(0).bfloat16()) and scalar == scalars[i].sum()
+            given = sources[i, :, 1].unflatten(1, (size, n))  # from, to, n, 5
+            assert torch.equal(gathered, given.flatten(0, 2))
+            assert torch.equal(received, given[:, rank].flatten(0, 1))
+            assert torch.equal(summed, given[:, rank].float().sum(0).bfloat16())
+            assert scalar == scalars[i].sum()
 
 
-def test_what_the_others_cannot_read_takes_one_buffer_a_length(on_threads):
-    def work(rank: int, wire: collectives.PeerCopies) -> int:
+def test_a_source_that_others_cannot_read_is_staged_in_one_buffer_a_length(on_threads):
+    def work(rank: int, copies: collectives.PeerCopies) -> int:
         for n in (4, 8, 4, 8, 4):
-            wire.all_reduce(torch.ones(n))
-        wire.all_reduce(torch.ones(8, dtype=torch.float64))
-        return len(wire.memories)
-    assert on_threads(2, work) == [4, 4]                                 # and one to see whether it can be
+            copies.all_reduce(torch.ones(n))
+        copies.all_reduce(torch.ones(8, dtype=torch.float64))
+        return len(copies.memories)
+    assert on_threads(2, work) == [4, 4]  # and one to see whether the driver shares memory
 
 
 def test_one_rank_starts_nothing():
     alone, x = collectives.Collectives(1), torch.ones(4)
-    assert alone.all_reduce(x) is alone.all_gather(x, x) is alone.reduce_scatter(x, x) is alone.all_to_all(x, x) is None
+    assert alone.all_reduce(x) is alone.all_gather(x, x) is None
+    assert alone.reduce_scatter(x, x) is alone.all_to_all(x, x) is None
     collectives.wait(None)
-    assert not collectives.can_copy(torch.device("cpu"), 1) and not collectives.can_copy(torch.device("cpu"), 2)
+    assert alone.all_gathered(x) is x
+    assert not any(collectives.can_copy(torch.device("cpu"), size) for size in (1, 2))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_copies_agree_with_nccl():
     """Eagerly and in CUDA graphs: gathers and exchanges bit for bit, sums as nearly as bfloat16 can say."""
     ranks = 4 if torch.cuda.device_count() >= 4 else 2
-    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-                             ROOT / "tests" / "collectives_worker.py"], capture_output=True, text=True, timeout=200,
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+               ROOT / "tests" / "collectives_worker.py"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200,
                             env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"})
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     assert result.stdout.count("agrees") == ranks
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("n, ranks, c", [(5, 4, 8), (5, 2, 3), (7, 4, 48), (3, 1, 16), (1, 8, 2)])
-def test_parts_become_whole_rows_and_parts_again(n, ranks, c, dtype):
-    parts = torch.randn(ranks * n, c).to(dtype)
-    rows = whole_rows(parts, ranks)
-    assert torch.equal(rows, parts.view(ranks, n, c).transpose(0, 1).reshape(n, ranks * c))
-    assert torch.equal(parts_of_rows(rows, ranks), parts)

@@ -147,4 +147,5 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         yield Example(
             "gradient of a look-up, with the sort", f"{n:,} of {rows:,} × {width}",
             partial(inputs, n, rows, width), partial(with_sort, add_rows),
-            partial(with_sort, add_rows_reference), bytes=6.0 * n * width, baseline=dense, configs=tuple(CONFIGS))
+            partial(with_sort, add_rows_reference), bytes=6.0 * n * width, baseline=dense,
+            configs=tuple(CONFIGS))

@@ -68,7 +68,7 @@ def unsorted(index: Tensor) -> RowOrder:
 
 
 def already_sorted(index: Tensor) -> RowOrder:
-    """The order of an index (n,) int32 that ascends without repeats, such as a sampled softmax's candidates."""
+    """The order of an index (n,) int32 that ascends without repeats, as a sampled softmax's candidates do."""
     return RowOrder(index, index, torch.arange(len(index), device=index.device))
 
 

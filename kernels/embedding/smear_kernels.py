@@ -102,13 +102,6 @@ def dot_products(grad_ptr, rows, token, live, next_joined, inverses, mixes, widt
 
 
 @triton.jit
-def norm_gradient(y_square, y_dot_grad, width, eps):
-    """The gradient of y is grad · the first of these − y · the second, if grad is that of norm(y)."""
-    inverse = tl.rsqrt(y_square / width + eps)
-    return inverse, inverse * inverse * inverse * y_dot_grad / width
-
-
-@triton.jit
 def store_gradients(rows_grad_ptr, vectors, gate_ptr, factors, token, live, width, channels,
                     COLUMNS: tl.constexpr):
     y_inverse, y_share, next_y_inverse, next_y_share, next_mix, logit_grad, along, inverse = factors
@@ -129,9 +122,9 @@ def store_gradients(rows_grad_ptr, vectors, gate_ptr, factors, token, live, widt
 def smear_backward_kernel(grad_ptr, rows_ptr, is_start_ptr, gate_ptr, strength_ptr, rows_grad_ptr, sums_ptr,
                           n, width, channels, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                           CHUNKS: tl.constexpr, GATES: tl.constexpr, PROGRAMS: tl.constexpr):
-    strength, gates = tl.load(strength_ptr), tl.arange(0, GATES)[None, :]
-    zeros, gate_sum = tl.zeros((ROWS,), tl.float32), tl.zeros((1, GATES), tl.float32)
-    strength_sum = zeros
+    strength, strength_sum = tl.load(strength_ptr), tl.zeros((ROWS,), tl.float32)
+    gate_sum, zeros = tl.zeros((1, GATES), tl.float32), tl.zeros((ROWS,), tl.float32)
+    gates = tl.arange(0, GATES)[None, :]
     for tile in range(tl.program_id(0), tl.cdiv(n, ROWS), PROGRAMS):
         token = tile * ROWS + tl.arange(0, ROWS)
         live, next_live = token < n, token + 1 < n
@@ -151,16 +144,19 @@ def smear_backward_kernel(grad_ptr, rows_ptr, is_start_ptr, gate_ptr, strength_p
             rows += ((row, before, after),)
         inverse, before_inverse = tl.rsqrt(square / width + eps), tl.rsqrt(before_square / width + eps)
         next_inverse = tl.rsqrt(next_square / width + eps)
-        sigma, next_sigma = tl.sigmoid(row_dot_gate * inverse), tl.sigmoid(next_row_dot_gate * next_inverse)
-        mix, next_mix = strength * sigma, strength * next_sigma
+        sigma = tl.sigmoid(row_dot_gate * inverse)
+        next_mix = strength * tl.sigmoid(next_row_dot_gate * next_inverse)
+        mix = strength * sigma
 
         inverses = inverse, before_inverse, next_inverse
         vectors, this, following, with_p = dot_products(
             grad_ptr, rows, token, live, next_joined, inverses, (mix, next_mix), width, zeros, COLUMNS)
         y_square, y_dot_grad, grad_dot_x, y_dot_x = this
         next_y_square, next_y_dot_next_grad, next_grad_dot_x, next_y_dot_x = following
-        y_inverse, y_share = norm_gradient(y_square, y_dot_grad, width, eps)
-        next_y_inverse, next_y_share = norm_gradient(next_y_square, next_y_dot_next_grad, width, eps)
+        # y_grad = grad · y_inverse − y · y_share, and so for the next token.
+        y_inverse, next_y_inverse = tl.rsqrt(y_square / width + eps), tl.rsqrt(next_y_square / width + eps)
+        y_share = y_inverse * y_inverse * y_inverse * y_dot_grad / width
+        next_y_share = next_y_inverse * next_y_inverse * next_y_inverse * next_y_dot_next_grad / width
         next_mix = tl.where(next_joined, next_mix, 0.0)  # nothing reaches a token that starts a sequence
         grad_dot_p, y_dot_p = with_p
         mix_grad = y_inverse * grad_dot_p - y_share * y_dot_p

@@ -116,17 +116,17 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         def run(rows: Tensor, is_start: Tensor, gate: Tensor, strength: Tensor, grad: Tensor) -> tuple:
             leaves = [x.detach().requires_grad_() for x in (rows, gate, strength)]
             out = function(leaves[0], is_start, *leaves[1:])
-            return out.detach(), *torch.autograd.grad(out, leaves, grad)
+            return out.detach(), *map(torch.atleast_1d, torch.autograd.grad(out, leaves, grad))
         return run
 
     def backward(*tensors: Tensor, **tuned) -> tuple[Tensor, ...]:
-        return smear_backward(tensors[-1], *tensors[:-1], **tuned)
+        return tuple(map(torch.atleast_1d, smear_backward(tensors[-1], *tensors[:-1], **tuned)))
 
     def backward_reference(*tensors: Tensor) -> tuple[Tensor, ...]:
         return both_ways(smear_reference)(*tensors)[1:]
 
     real = size == "real"
-    for n, width, channels in ((16384, 768, 12), (49152, 768, 12)) if real else ((2, 16, 3), (37, 48, 12)):
+    for n, width, channels in ((16384, 768, 12), (49152, 768, 12)) if real else ((21, 16, 3), (37, 48, 12)):
         shape, once, make = f"{n:,} × {width}", 2.0 * n * width, partial(inputs, n, width, channels)
         yield Example("smear", shape, lambda make=make: make()[:-1], smear_forward, smear_reference,
                       bytes=2 * once, configs=tuple(CONFIGS))

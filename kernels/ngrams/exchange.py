@@ -1,4 +1,4 @@
-"""An all-to-all for a table whose columns are spread over the ranks: parts of rows become whole rows, and back.
+"""An all-to-all for a table whose columns are spread over ranks: parts of rows become whole rows, and back.
 
 Each rank looks its columns up for the tokens of all ranks. Then every rank sends each other one its part of
 that one's rows:
@@ -59,7 +59,7 @@ class ColumnExchange:
         self.under_way = ()
 
     def send(self, parts: Tensor) -> None:
-        """parts (ranks · n, c): this rank's columns of the rows that all ranks' tokens read, in rank order."""
+        """parts (ranks · n, c): this rank's columns of the rows that all ranks' tokens read, rank by rank."""
         self.sent = SendColumns.apply(parts, self) if self.collectives.size > 1 else parts
 
     def receive(self) -> Tensor:

@@ -14,9 +14,9 @@ its bits repeat. Four H200s, ms a step of three sizes: 12.7, 23.7, 35.2, by NCCL
 
 torch has the same algorithm for two collectives: `torch.ops.symm_mem._low_contention_all_gather` and
 `_low_contention_reduce_scatter` (Yifu Wang; https://github.com/pytorch/pytorch/pull/130583). Ours is still
-here because those are private and allocate their outputs, while the optimizer's buffers stay in place; because
-there is no all-reduce and no all-to-all among them; and because ours has a stream of its own. They have not
-been timed beside ours. Two traps that we found apply to both: torch clears the memory of the barriers' signals
+here because those are private and allocate their outputs, while the optimizer's buffers stay in place;
+because there is no all-reduce and no all-to-all among them; and because ours has a stream of its own. They
+have not been timed beside ours. Two traps that we found: torch clears the memory of the barriers' signals
 without waiting for it (`PeerCopies.zeros`), and a stream from torch's pool may be the one on which graphs are
 recorded (kernels/streams.py).
 """
@@ -101,7 +101,7 @@ def can_copy(device: torch.device, size: int) -> bool:
 
 
 class PeerCopies(Collectives):
-    """Collectives by copies out of other ranks' memory (`torch.distributed._symmetric_memory`), if `can_copy`.
+    """Collectives by copies from other ranks' memory (`torch.distributed._symmetric_memory`), if `can_copy`.
 
     All ranks must start the same collectives in the same order. Works inside CUDA graphs after one eager run:
     a source outside symmetric memory is staged through a buffer that is allocated on first use. RuntimeError

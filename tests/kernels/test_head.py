@@ -1,0 +1,109 @@
+"""The head with its loss, and the sampled softmax."""
+import numpy as np
+import pytest
+import torch
+from checks import DEVICE, DTYPE, check, error, random, same_bits
+
+from data.packing import sample_candidates
+from kernels.gradients import Gradient
+from kernels.loss import among_candidates, head_loss, head_loss_reference
+from kernels.loss.head import examples
+
+DTYPE_OF_HEAD = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+
+
+def head_inputs(n: int, width: int, vocabulary: int, targets_ahead: int, weighted: bool) -> tuple:
+    x, head = random(n, width, dtype=DTYPE_OF_HEAD), random(vocabulary, width, dtype=DTYPE_OF_HEAD) / 4
+    targets = torch.randint(0, vocabulary, (n,), device=DEVICE, dtype=torch.int32)
+    targets[[3, 17]] = -1
+    is_start = torch.zeros(n, dtype=torch.bool, device=DEVICE)
+    is_start[[0, 9, 10, 31]] = True
+    counts = torch.rand(vocabulary, device=DEVICE) * 5
+    counts[targets[targets >= 0].long()] = 1
+    weights = torch.tensor([1, 0.5, 0.25], device=DEVICE)[:targets_ahead]
+    return x.requires_grad_(), head.requires_grad_(), targets, is_start, weights, counts if weighted else None
+
+
+@pytest.mark.parametrize("example", [*examples("odd", DEVICE, DTYPE)], ids=lambda e: f"{e.name}, {e.shape}")
+def test_fp8_gradients_are_as_exact_as_pytorchs(example):
+    check(example)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("targets_ahead", [1, 3])
+def test_head_loss_is_its_reference(targets_ahead, weighted):
+    """Losses and both gradients, with an incoming gradient that is not 1."""
+    *inputs, counts = head_inputs(40, 32, 320, targets_ahead, weighted)
+    results = []
+    for function in (head_loss_reference, head_loss):
+        total, next_token = function(*inputs, False, counts)
+        results.append([total, next_token, *torch.autograd.grad(3 * total, inputs[:2])])
+    tolerance = 2e-2 if DEVICE.type == "cuda" else 1e-4
+    for reference, kernel in zip(*results):
+        assert error(kernel.detach(), reference.detach().double()) < tolerance
+
+
+def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_reference():
+    n, width, vocabulary = 64, 32, 320
+    x, head = (random(rows, width, dtype=torch.float32) for rows in (n, vocabulary))
+    x, head = x.to(DTYPE_OF_HEAD).requires_grad_(), (head / 8).to(DTYPE_OF_HEAD).requires_grad_()
+    targets = torch.randint(0, vocabulary, (n,), device=DEVICE, dtype=torch.int32)
+    is_start, weights = torch.zeros(n, dtype=torch.bool, device=DEVICE), torch.ones(1, device=DEVICE)
+    results = []
+    for function, fp8 in ((head_loss_reference, False), (head_loss_reference, True), (head_loss, True)):
+        total, _ = function(x, head, targets, is_start, weights, fp8)
+        results.append([total.detach(), *torch.autograd.grad(2 * total, (x, head))])
+    for exact, reference, kernel, slack in zip(*results, (3e-3, 0, 0)):  # one loss may be right by luck
+        assert error(kernel, exact.double()) <= 2 * error(reference, exact.double()) + slack
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_heads_gradient_goes_where_it_is_told(accumulate, fp8):
+    """With the bits that autograd gives `head.grad`; x's gradient is the same."""
+    *inputs, _ = head_inputs(48, 32, 320, 3, False)
+    found = []
+    for told in (False, True):
+        torch.manual_seed(1)
+        x, head = (leaf.detach().requires_grad_() for leaf in inputs[:2])
+        old = random(320, 32, dtype=head.dtype)
+        head.grad = old.clone() if accumulate else None
+        grad = Gradient(old.clone(), accumulate) if told else None
+        total, _ = head_loss(x, head, *inputs[2:], fp8, grad=grad)
+        (2 * total).backward()
+        found.append((x.grad, grad.buffer if told else head.grad))
+        assert not told or head.grad is None or torch.equal(head.grad, old)
+    assert all(same_bits(a, b) for a, b in zip(*found))
+
+
+def test_sampled_softmax_is_the_full_one_on_average():
+    """In float64 over many samples: Σ e^s without bias; loss and gradients, of a logarithm, nearly."""
+    n, width, vocabulary, count, samples = 20, 8, 300, 120, 500
+    x, head = (random(rows, width, dtype=torch.float64).div(2).requires_grad_() for rows in (n, vocabulary))
+    targets = torch.randint(0, vocabulary, (n,), device=DEVICE, dtype=torch.int32)
+    targets[5] = -1
+    is_start, weights = torch.zeros(n, dtype=torch.bool, device=DEVICE), torch.ones(2, device=DEVICE).double()
+    generator, results, totals = np.random.default_rng(0), [], []
+    scored = targets >= 0
+
+    def evaluate(rows, wanted, counts):
+        loss, _ = head_loss_reference(x, rows, wanted, is_start, weights, False, counts)
+        found = loss.view(1), *torch.autograd.grad(loss, (x, head))
+        return torch.cat([g.flatten() for g in found]).detach()
+
+    full = evaluate(head, targets, None)
+    exponentials = (23 * ((x @ head.T + 5) / 7.5).sigmoid()).exp().detach()
+    for _ in range(samples):
+        candidates = sample_candidates(targets.cpu().numpy(), count, vocabulary, generator)
+        candidates = torch.from_numpy(candidates).to(DEVICE)
+        places, counts = among_candidates(targets, candidates, vocabulary)
+        assert torch.equal(candidates[places[scored].long()], targets[scored]) and places[5] == -1
+        assert counts[places[scored].long()].eq(1).all()
+        assert counts.sum().item() == pytest.approx(vocabulary)
+        results.append(evaluate(head[candidates.long()], places, counts))
+        totals.append(exponentials[:, candidates.long()] @ counts.double())
+    totals, results = torch.stack(totals), torch.stack(results)
+    deviations = (totals.mean(0) - exponentials.sum(1)) / (totals.std(0) / samples ** 0.5)
+    assert deviations.abs().max() < 4.5
+    for part in (slice(0, 1), slice(1, 1 + n * width), slice(1 + n * width, None)):
+        assert (results[:, part].mean(0) - full[part]).norm() < 0.02 * full[part].norm()

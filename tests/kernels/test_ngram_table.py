@@ -1,0 +1,102 @@
+"""The n-gram table as a module: its hash, what it looks up, where gradients go."""
+import pytest
+import torch
+from checks import DEVICE, DTYPE, random
+
+from kernels import embedding, ngrams
+from kernels.ranks import Collectives
+
+
+def table(lengths: tuple[int, ...] = (2, 3), rows: int = 1009, layers: int = 3) -> ngrams.NGrams:
+    model = ngrams.NGrams(lengths, rows, 16, layers, Collectives(1), DTYPE, DEVICE)
+    model.initialise()
+    return model
+
+
+@pytest.mark.parametrize("lengths", [(2,), (3, 1), (2, 3, 4, 5, 6)])
+def test_the_same_last_tokens_find_the_same_row(lengths):
+    """The row depends on those tokens, on their order, and on where the sequence starts; on nothing else."""
+    tokens = torch.tensor([7, 1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6, 7, 7, 1, 2], device=DEVICE)
+    is_start = torch.zeros(19, dtype=torch.bool, device=DEVICE)
+    is_start[[0, 9, 16]] = True
+    found = ngrams.ngram_index(tokens, is_start, lengths, 10_007).view(19, len(lengths)).T
+    assert found.dtype == torch.int32 and found.min() >= 0 and found.max() < 10_007
+    for rows, length in zip(found.tolist(), lengths):
+        # Seven equal tokens, of which the first sequence has another one before them.
+        same = [rows[1 + i] == rows[9 + i] for i in range(7)]
+        assert same == [i + 1 >= length for i in range(7)]
+        assert rows[0] == rows[16] and rows[17] == rows[1] and rows[18] == rows[2]
+        if length > 1:
+            swapped = ngrams.ngram_index(tokens[[0, 2, 1]], is_start[:3], (length,), 10_007)
+            assert swapped[2] != rows[2]
+
+
+def test_tokens_of_other_ranks_count_in_rank_order():
+    """Here the other rank has the same tokens."""
+    class Both(Collectives):
+        def all_gathered(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cat([x, x])
+
+    model = ngrams.NGrams((2, 3), 1009, 16, 3, Both(2), DTYPE, DEVICE)
+    tokens, is_start = torch.arange(5, device=DEVICE), torch.arange(5, device=DEVICE) == 0
+    index = model.index(ngrams.ngram_index, tokens, is_start)
+    alone = ngrams.ngram_index(tokens, is_start, (2, 3), 1009)
+    assert torch.equal(index, torch.cat([alone, alone]))
+    assert model.table.shape == (1009, 8) and model.numbers_elsewhere() == 1009 * 8
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_each_layer_gets_the_rows_of_its_tokens_and_the_table_their_gradient(by_kernels):
+    """With kernels the rows are listed and their gradient stands there; otherwise it is dense."""
+    model = table()
+    state = model.optimizer_state(4, 100 if by_kernels else None)
+    with torch.no_grad():
+        model.table.copy_(random(*model.table.shape))
+    tokens, is_start = torch.arange(20, device=DEVICE) % 4, torch.arange(20, device=DEVICE) % 10 == 0
+    index = model.index(ngrams.ngram_index, tokens, is_start)
+    lookup, sort = embedding.lookup_reference, embedding.unsorted
+    if by_kernels:
+        lookup, sort = embedding.lookup, embedding.sort_beside
+    sent = model.send(index, lookup, sort, ngrams.share_values_reference)
+    assert sent.by_layer is None  # nobody has waited for the rows
+    values = [sent.values(layer) for layer in range(3)]
+    assert values[0] is sent.values(0) and sent.exchange.sent is None
+    rows = model.table[index.long()].view(20, 2, 16)
+    assert all(torch.equal(value.rows, rows) and torch.equal(value.scale, model.scales[layer])
+               for layer, value in enumerate(values))
+    sum((value.rows.float() * value.scale[:, None]).sum() for value in values).backward()
+    each = torch.full((40, 16), 3 * 0.05, device=DEVICE)
+    exact = torch.zeros(1009, 16, device=DEVICE).index_add_(0, index.long(), each)
+    grad = state.gradients
+    if by_kernels:
+        assert model.table.grad is None and grad is model.row_gradients
+        grad = torch.where(grad.place[:, None] > 0, grad.grads[grad.place.long()], 0)
+    torch.testing.assert_close(grad.float(), exact, rtol=0.02, atol=1e-3)
+    torch.testing.assert_close(model.scales.grad, rows.float().sum((0, 2)).expand(3, 2), rtol=1e-2, atol=1e-2)
+
+
+def test_the_whole_table_is_gathered_in_parts(monkeypatch):
+    monkeypatch.setattr(ngrams.table, "PART", 100)
+    model = table()
+    with torch.no_grad():
+        model.table.copy_(random(1009, 16))
+    assert torch.equal(model.whole_table(), model.table.detach().cpu()) and model.numbers_elsewhere() == 0
+
+
+@pytest.mark.parametrize("lengths, rows", [((2, 3), 0), ((), 1009)])
+def test_without_rows_or_lengths_there_is_no_table(lengths, rows):
+    model, tokens = table(lengths, rows), torch.zeros(3, dtype=torch.long, device=DEVICE)
+    index = model.index(ngrams.ngram_index, tokens, tokens == 0)
+    sent = model.send(index, embedding.lookup, embedding.sort_rows, ngrams.share_values)
+    assert index is None and sent.values(0) is None
+    assert not list(model.parameters()) and model.numbers_elsewhere() == 0
+
+
+def test_a_new_table_is_zero_and_a_row_costs_what_it_says():
+    model, block, ranks = table(), 4, 2
+    assert not model.table.any() and model.scales.eq(0.05).all() and model.scales.shape == (3, 2)
+    state = model.optimizer_state(block, 10)
+    here = ngrams.NGrams((2,), 1009, 16, 1, Collectives(ranks), torch.bfloat16, torch.device("meta"))
+    state = here.optimizer_state(block, None)
+    rows = sum(x.numel() * x.element_size() for x in (state.weight, state.second, state.last))
+    assert rows + 4 * 1009 == 1009 * ngrams.table_row_bytes(16, block, ranks)  # 4: its place in the list
