@@ -126,9 +126,10 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         losses, grad = cross_entropy_reference(logits, targets, weights, scale, out, counts)
         return losses, grad, grad.mT.contiguous() if both else None
 
-    on_gpu, real = device.type == "cuda", size == "real"
+    real = size == "real"
+    fp8_too = real or device.type == "cuda"  # The interpreter miscomputes small numbers in e5m2.
     shapes = [(16384, 50304), (49152, 50304), (49152, 16384)] if real else [(5, 100), (3, 2100)]
-    forms = [(1, None, False), (3, dtype, False)] + [(3, torch.float8_e5m2, True)] * on_gpu
+    forms = [(1, None, False), (3, dtype, False)] + [(3, torch.float8_e5m2, True)] * fp8_too
     for (tokens, vocabulary), (k, out, both) in ((shape, form) for shape in shapes for form in forms):
         sampled = vocabulary in (16384, 2100)
         kind = "loss only" if out is None else f"gradient {out}{' + transpose' * both}".replace("torch.", "")

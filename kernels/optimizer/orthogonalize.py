@@ -75,9 +75,10 @@ def rescale_kernel(a_ptr, out_ptr, squares_ptr, scale_ptr, m, parts, TILE: tl.co
         tl.store(scale_ptr + batch * m + rows, row_scale, mask=rows < m)
     tile = batch * m * m + rows[:, None] * m + columns[None, :]
     inside = (rows < m)[:, None] & (columns < m)[None, :]
-    # s_i·s_j comes first. It is the same number as s_j·s_i, so A stays symmetric bit for bit.
-    both_scales = row_scale[:, None] * column_scale[None, :]
-    scaled = tl.load(a_ptr + tile, mask=inside, other=0.0).to(tl.float32) * both_scales
+    unscaled = tl.load(a_ptr + tile, mask=inside, other=0.0).to(tl.float32)
+    # The two scales are multiplied first. s_i·s_j is the same number as s_j·s_i, so A stays symmetric bit for
+    # bit.
+    scaled = unscaled * (row_scale[:, None] * column_scale[None, :])
     tl.store(out_ptr + tile, scaled.to(out_ptr.dtype.element_ty), mask=inside)
 
 
