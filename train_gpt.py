@@ -321,9 +321,8 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
            "mlp": "feed_forward" not in off and mlp.has_feed_forward_fp8(device)}
     parts = tuple(part for part in config.fp8 if can[part] and fp8.has_fp8(device))
     kernels = {"lookup": embedding.lookup, "smear": embedding.smear, "head_loss": loss.head_loss,
-               "qkv": partial(attention.project_heads, attention.qkv_heads),
-               "share_values": ngrams.share_values, "newton_schulz": updates.newton_schulz,
-               "row_adam": updates.row_adam}
+               "qkv": partial(attention.project_heads, attention.qkv_heads), "row_adam": updates.row_adam,
+               "share_values": ngrams.share_values, "newton_schulz": updates.newton_schulz}
     if "attention" in parts:
         kernels |= {"qkv": attention.qkv_fp8, "norm_fork": mlp.norm_fork_fp8}
     if "mlp" in parts:
