@@ -314,19 +314,19 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
         return references(), ()
     torch._dynamo.config.recompile_limit = 64       # one for each kind of layer and each batch size
     ops = references(torch.compile) if config.compile else references()
-    off = Ops._fields if "all" in config.reference else config.reference
+    off = {*(Ops._fields if "all" in config.reference else config.reference)}
+    if off & {"qkv", "share_values"}:               # The kernels of both make the gradient of n-gram rows.
+        off |= {"qkv", "share_values"}
     can = {"head": True, "attention": "qkv" not in off,
            "mlp": "feed_forward" not in off and mlp.has_feed_forward_fp8(device)}
     parts = tuple(part for part in config.fp8 if can[part] and fp8.has_fp8(device))
     kernels = {"lookup": embedding.lookup, "smear": embedding.smear, "head_loss": loss.head_loss,
-               "qkv": partial(attention.project_heads, attention.qkv_heads),
-               "newton_schulz": updates.newton_schulz, "row_adam": updates.row_adam}
+               "qkv": partial(attention.project_heads, attention.qkv_heads), "row_adam": updates.row_adam,
+               "share_values": ngrams.share_values, "newton_schulz": updates.newton_schulz}
     if "attention" in parts:
         kernels |= {"qkv": attention.qkv_fp8, "norm_fork": mlp.norm_fork_fp8}
     if "mlp" in parts:
         kernels |= {"feed_forward": mlp.feed_forward_fp8, "mlp_input": mlp.mlp_input_fp8}
-    if "qkv" not in off:                            # Its kernels collect the gradient of the n-gram rows.
-        kernels["share_values"] = ngrams.share_values
     if "lookup" in off:                             # No list of the rows that were read: see kernels/ngrams.
         del kernels["row_adam"]
     return ops._replace(**{name: kernel for name, kernel in kernels.items() if name not in off}), parts

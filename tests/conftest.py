@@ -1,4 +1,4 @@
-"""What the tests share: a tiny configuration with every part of the big model, token shards of made-up bytes, launchers."""
+"""What the tests share: a tiny configuration with every part of the big model, token shards, launchers."""
 import os
 import signal
 import subprocess
@@ -13,23 +13,25 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
-signal.signal(signal.SIGINT, signal.default_int_handler)    # a background job ignores Ctrl-C, and so would what it tests
+# A background job ignores Ctrl-C, and so would the programs that it tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"            # read when Triton is imported: its kernels then run on the CPU
+    os.environ["TRITON_INTERPRET"] = "1"    # Triton reads this on import: kernels then run on the CPU.
 
 import train_gpt  # noqa: E402
 from data.shards import write_shard  # noqa: E402
 from kernels.fp8 import scales as fp8_scales  # noqa: E402
-from kernels.mlp import residual  # noqa: E402
-from kernels.ngrams import shared_gradient as shared_rows  # noqa: E402
+from kernels.mlp import residual_gradient  # noqa: E402
+from kernels.ngrams import shared_gradient  # noqa: E402
 
-TINY = ("--width 64 --head_dim 32 --qk_dim 32 --ngram_rows 1024 --micro_batches 8 --steps 6 "
-        "--extra_steps 2 --batch_tokens 1024,2048,3072 --sequence_length 64,128,128 --window_block 16 --momentum_warmup 3 "
-        "--momentum_cooldown 2 --val_tokens 2048 --val_every 3 --val_chunk 512 --val_sequence_length 256").split()
+TINY = ("--width 64 --head_dim 32 --qk_dim 32 --ngram_rows 1024 --micro_batches 8 --steps 6 --extra_steps 2 "
+        "--batch_tokens 1024,2048,3072 --sequence_length 64,128,128 --window_block 16 "
+        "--momentum_warmup 3 --momentum_cooldown 2 "
+        "--val_tokens 2048 --val_every 3 --val_chunk 512 --val_sequence_length 256").split()
 
 
 def write_documents(folder: Path, lengths: dict[str, list[int]], seed: int = 0) -> Path:
-    """Shards by name, each of documents of the given lengths (start token included) of random lowercase bytes."""
+    """Shards by name: documents of these lengths, start token included, of random lowercase bytes."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     for name, documents in lengths.items():
@@ -42,19 +44,21 @@ def write_documents(folder: Path, lengths: dict[str, list[int]], seed: int = 0) 
 def shards(tmp_path_factory) -> Path:
     rng = np.random.default_rng(1)
     lengths = {f"train_{i:06d}": rng.integers(2, 300, 120).tolist() for i in range(3)}
-    return write_documents(tmp_path_factory.mktemp("shards"), lengths | {"val_000000": rng.integers(2, 600, 30).tolist()})
+    lengths["val_000000"] = rng.integers(2, 600, 30).tolist()
+    return write_documents(tmp_path_factory.mktemp("shards"), lengths)
 
 
 @pytest.fixture
 def config(shards) -> train_gpt.Config:
     """On a GPU as well: small and plain, so that what is tested there does not wait for compilers."""
-    config = train_gpt.parse_config(["--preset", "cpu", *TINY, "--data_path", str(shards), "--write_log", "false"])
+    flags = ["--preset", "cpu", *TINY, "--data_path", str(shards), "--write_log", "false"]
+    config = train_gpt.parse_config(flags)
     return replace(config, seed=3, attention="plain", compile=False)
 
 
 @pytest.fixture(autouse=True)
 def poison(request):
-    """For every test of a kernel: one seed, and torch.empty filled with NaN, so that an element that a kernel forgets is seen."""
+    """For tests of kernels: one seed, and NaN in torch.empty, which shows what a kernel forgets to write."""
     if request.path.parent.name != "kernels":
         yield
         return
@@ -66,11 +70,14 @@ def poison(request):
 
 @pytest.fixture
 def large_tiles(monkeypatch) -> None:
-    """For whole models in the interpreter, where a program costs the same whatever its tile; tests/test_kernels.py has the tiles in use."""
+    """For whole models in the interpreter, where a program takes the same time whatever its tile.
+
+    The tests in tests/kernels run the tiles that a GPU uses.
+    """
     if not torch.cuda.is_available():
-        for module, tuned in ((fp8_scales, (64, 8, 528)), (residual, (32, 8)), (shared_rows, (8192, 8))):
-            monkeypatch.setattr(module, "CONFIGS", [tuned])
-        monkeypatch.setattr(residual, "BACKWARD_CONFIGS", [(32, 1024, 8, 1)])
+        monkeypatch.setattr(fp8_scales, "CONFIGS", [(64, 8, 528)])
+        monkeypatch.setattr(shared_gradient, "CONFIGS", [(8192, 8)])
+        monkeypatch.setattr(residual_gradient, "CONFIGS", [(32, 1024, 8, 1)])
 
 
 @pytest.fixture
@@ -79,12 +86,15 @@ def trainer(config) -> train_gpt.Trainer:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a command that is tested: a CPU, one thread a process, no data or run folders of the person who tests."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("DATA_PATH", "RUNS_PATH", "DISABLE_FP8", "RANK", "WORLD_SIZE")}
-    return inherited | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHON": sys.executable} | variables
+    """The environment of a tested command: a CPU, one thread a process, no folders of the tester."""
+    personal = ("DATA_PATH", "RUNS_PATH", "DISABLE_FP8", "RANK", "WORLD_SIZE")
+    inherited = {name: value for name, value in os.environ.items() if name not in personal}
+    fixed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+             "PYTHON": sys.executable}
+    return inherited | fixed | variables
 
 
 def command(*arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess:
-    """Run `python train_gpt.py` with these arguments; for its output, errors and exit status."""
-    return subprocess.run([sys.executable, "train_gpt.py", *arguments], cwd=ROOT, env=environment(**variables), timeout=timeout,
-                          capture_output=True, text=True)
+    """Run `python train_gpt.py` with these arguments; its output, errors and exit status."""
+    return subprocess.run([sys.executable, "train_gpt.py", *arguments], cwd=ROOT, timeout=timeout,
+                          env=environment(**variables), capture_output=True, text=True)

@@ -1,9 +1,9 @@
-"""Started by the tests: take some steps on 1, 2, 4 and 8 ranks, one after the other, and save what every rank ends with.
+"""Started by tests: take some steps on 1, 2, 4 and 8 ranks in turn, and save what every rank ends with.
 
     rank_worker.py OUT STEPS [settings]
 
-Twice: with the collectives under the computation, and with all of them before and behind it. The ranks are forks of this process, for
-to import torch in each of them would take longer than their steps.
+Each number of ranks runs twice: with collectives under computation, and with all of them before and behind
+it. The ranks are forks of this process, because importing torch in each would take longer than their steps.
 """
 import os
 import sys
@@ -20,30 +20,37 @@ import train_gpt  # noqa: E402
 
 
 def results(config: train_gpt.Config, world: train_gpt.World, steps: int) -> dict:
+    """Losses, the parameters after each of the steps, and the validation loss at their end."""
     trainer = train_gpt.Trainer(config, world)
     losses, parameters = [], []
     for step in list(trainer.schedule)[:steps]:
         losses.append(trainer.step(step, trainer.loader.batches(step.index)).item())
         trainer.optimizer.gather()
         parameters.append({name: weight.clone() for name, weight in trainer.model.weights().items()})
-    return {"losses": losses, "parameters": parameters, "validation": trainer.validate(trainer.schedule.validation(steps))}
+    validation = trainer.validate(trainer.schedule.validation(steps))
+    return {"losses": losses, "parameters": parameters, "validation": validation}
 
 
 def run(rank: int, ranks: int, port: int, out: Path, steps: int, settings: list[str]) -> None:
     """One rank, with torchrun's variables."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                   "TORCHELASTIC_USE_AGENT_STORE": "True"}
     config, world = train_gpt.parse_config(settings), train_gpt.World()
-    torch.save({overlap: results(replace(config, overlap=overlap, check_ranks=True), world, steps) for overlap in (True, False)},
-               out / f"{ranks}-{rank}.pt")
+    found = {}
+    for overlap in (True, False):
+        found[overlap] = results(replace(config, overlap=overlap, check_ranks=True), world, steps)
+    torch.save(found, out / f"{ranks}-{rank}.pt")
     world.close()
 
 
 def main() -> None:
+    """Start the ranks of each number in turn; they meet at a store of this process, as under torchrun."""
     out, steps, settings = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     for ranks in (1, 2, 4, 8):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)      # where they meet, as torchrun gives them one
-        torch.multiprocessing.start_processes(run, (ranks, store.port, out, steps, settings), nprocs=ranks, start_method="fork")
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        arguments = ranks, store.port, out, steps, settings
+        torch.multiprocessing.start_processes(run, arguments, nprocs=ranks, start_method="fork")
 
 
 if __name__ == "__main__":

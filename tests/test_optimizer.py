@@ -1,7 +1,8 @@
-"""The optimizer: NorMuon and Adam against plain references, exact master weights, any number of ranks, warm-up."""
+"""The optimizer: NorMuon and Adam against plain forms, exact master weights, any number of ranks, warm-up."""
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -9,18 +10,18 @@ import torch
 from conftest import ROOT, TINY, environment
 
 import train_gpt
-from kernels.ngrams.row_gradients import RowGradients
-from kernels.optimizer import master_weight
-from kernels.optimizer.coefficients import polar_express
-from kernels.optimizer.master_weight import store_master_weight
-from kernels.optimizer.newton_schulz import newton_schulz_reference
-from kernels.optimizer.row_adam import row_adam_reference
+from kernels import attention, embedding, mlp, ngrams
+from kernels import optimizer as updates
+from kernels.ranks.collectives import Collectives
+from kernels.ranks.timetable import SMALL, UPDATE, timetable
+from kernels.ranks.world import RankError
+from records.run import settings
 
-PLAIN = {f: f for f in (train_gpt.nesterov_momentum, newton_schulz_reference, train_gpt.neuron_update, train_gpt.adam_update)}
+REFERENCES = train_gpt.references()
 
 
 def orthogonalise(x):
-    return newton_schulz_reference(x, polar_express(5), "frobenius")
+    return updates.newton_schulz_reference(x, updates.polar_express(5), "frobenius")
 
 
 def plain_adam(p, grads, lr, betas, decay, cautious):
@@ -50,55 +51,56 @@ def plain_normuon(p, grads, lr, betas, decay, cautious, neuron_norm):
     return p
 
 
+def update(shard, lr: float, momentum_beta: float) -> None:
+    """One update from the gradients that stand in the shard's buffer."""
+    with torch.no_grad():
+        shard.update(REFERENCES, torch.tensor(True), torch.tensor(lr), torch.tensor(momentum_beta))
+
+
 def run_shard(group, config, grads, momentum=0.9, lr=0.7):
-    """The product of a group's `Shard` after these gradients: its parameters."""
-    shard = train_gpt.Shard(group, config, train_gpt.World())
+    """A group's parameters after updates from these gradients."""
+    shard = group.algorithm(group, config, train_gpt.World())
     for step in grads:
         for p, g in zip(group.params, step):
             p.grad.copy_(g)
-        with torch.no_grad():
-            shard.update(PLAIN, torch.tensor(True), torch.tensor(lr), torch.tensor(momentum))
+        update(shard, lr, momentum)
     return [p.detach() for p in group.params]
 
 
 @pytest.mark.parametrize("betas", [(0.8, 0.95), (0.0, 0.95)])
 @pytest.mark.parametrize("cautious", [True, False])
-def test_adam_against_reference(config, cautious, betas):
+def test_adam_against_its_textbook(config, cautious, betas):
     torch.manual_seed(0)
     config = replace(config, cautious=cautious)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,), (2, 2, 2))]
     before = [p.detach().clone() for p in params]
     grads = [[torch.randn_like(p) for p in params] for _ in range(4)]
-    after = run_shard(train_gpt.Group("some", params, [0] * 3, "adam", 0.3, betas, 5.0, 0.02), config, grads)
-    for i, p in enumerate(after):
-        expected = plain_adam(before[i], [step[i] for step in grads], 0.7 * 0.3, betas, 0.7 * 0.02 * 5.0, cautious)
+    group = train_gpt.Group("some", params, ["embedding"] * 3, 0.3, betas, 0.02 * 5.0, train_gpt.Adam)
+    for i, p in enumerate(run_shard(group, config, grads)):
+        mine = [step[i] for step in grads]
+        expected = plain_adam(before[i], mine, 0.7 * 0.3, betas, 0.7 * 0.02 * 5.0, cautious)
         torch.testing.assert_close(p, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_table_rarely_read_has_no_first_moment_and_no_lost_bits(config):
-    """Its state is weights, their gradients and mean squares, and the count of updates."""
-    table = torch.nn.Parameter(torch.randn(6, 16).bfloat16())
-    shard = train_gpt.Shard(train_gpt.Group("table", [table], [0], "adam", 0.3, (0.0, 0.95), 5.0, 0.02), config, train_gpt.World())
-    assert sum(x.nbytes for x in shard.state()) == 6 * 16 * (2 + 2 + 4) + 4
-
-
+@pytest.mark.parametrize("squares, length, rates", [(True, 32, [1.0, 1.0]), (True, 24, [1.0, 3.0]),
+                                                    (False, 32, [2.0, 4.0])])
 @pytest.mark.parametrize("cautious, neuron_norm", [(True, True), (False, True), (True, False)])
-def test_normuon_against_reference(config, cautious, neuron_norm):
-    """A group of stacks of square matrices and one of tall ones, each matrix with its own rate."""
+def test_normuon_against_its_textbook(config, cautious, neuron_norm, squares, length, rates):
+    """Groups of stacks of square matrices and one of tall ones, each matrix with its own rate."""
     torch.manual_seed(0)
     config = replace(config, cautious=cautious, neuron_norm=neuron_norm)
-    for squares, length, rates in ((True, 32, [1.0, 1.0]), (True, 24, [1.0, 3.0]), (False, 32, [2.0, 4.0])):
-        params = [torch.nn.Parameter(torch.randn(length, 8)) for _ in range(2)]
-        before = [p.detach().clone() for p in params]
-        grads = [[torch.randn_like(p) for p in params] for _ in range(3)]
-        group = train_gpt.Group("bank", params, [0, 1], "normuon", 0.1, (0.0, 0.9), 3.0, 0.1, matrix_lr=rates, squares=squares)
-        after = run_shard(group, config, grads)
-        for i, p in enumerate(after):
-            for rows in (range(0, length, 8) if squares else [0]):
-                mine = slice(rows, rows + 8) if squares else slice(0, length)
-                expected = plain_normuon(before[i][mine], [step[i][mine] for step in grads], 0.7 * 0.1 * rates[i], (0.9, 0.9),
-                                         0.7 * 0.1 * 3.0, cautious, neuron_norm)
-                torch.testing.assert_close(p[mine], expected, atol=2e-5, rtol=1e-4)
+    params = [torch.nn.Parameter(torch.randn(length, 8)) for _ in range(2)]
+    before = [p.detach().clone() for p in params]
+    grads = [[torch.randn_like(p) for p in params] for _ in range(3)]
+    group = train_gpt.Group("bank", params, ["layer 0", "layer 1"], 0.1, (0.0, 0.9), 0.1 * 3.0,
+                            train_gpt.NorMuon, matrix_lr=rates, squares=squares)
+    for i, p in enumerate(run_shard(group, config, grads)):
+        for rows in (range(0, length, 8) if squares else [0]):
+            one = slice(rows, rows + 8) if squares else slice(0, length)
+            mine = [step[i][one] for step in grads]
+            expected = plain_normuon(before[i][one], mine, 0.7 * 0.1 * rates[i], (0.9, 0.9), 0.7 * 0.1 * 3.0,
+                                     cautious, neuron_norm)
+            torch.testing.assert_close(p[one], expected, atol=2e-5, rtol=1e-4)
 
 
 def test_orthogonalise_is_near_the_polar_factor():
@@ -111,13 +113,15 @@ def test_orthogonalise_is_near_the_polar_factor():
     assert not orthogonalise(torch.zeros(1, 8, 8)).any()
 
 
-def test_master_weight_is_exact():
+def test_a_master_weight_is_exact():
     torch.manual_seed(0)
-    master = torch.cat([torch.randn(1000), torch.randn(1000) * 1e-30, torch.tensor([0.0, -0.0, 1.0, -1.0])])
-    weight, lost = torch.zeros(len(master), dtype=torch.bfloat16), torch.zeros(len(master), dtype=torch.int16)
-    store_master_weight(weight, lost, master)
-    assert torch.equal(master_weight(weight, lost).view(torch.int32), master.view(torch.int32))
-    assert ((weight.float() - master).abs() <= master.abs() * 2 ** -7).all()
+    ends = torch.tensor([0.0, -0.0, 1.0, -1.0])
+    value = torch.cat([torch.randn(1000), torch.randn(1000) * 1e-30, ends])
+    weight = torch.zeros(len(value), dtype=torch.bfloat16)
+    master = updates.Master(weight, torch.zeros(len(value), dtype=torch.int16))
+    updates.write_master(master, value)
+    assert torch.equal(updates.read_master(master).view(torch.int32), value.view(torch.int32))
+    assert ((weight.float() - value).abs() <= value.abs() * 2 ** -7).all()
 
 
 def test_bf16_weights_follow_float32_exactly(config):
@@ -125,67 +129,72 @@ def test_bf16_weights_follow_float32_exactly(config):
     torch.manual_seed(0)
     start, grads = torch.randn(50).bfloat16(), [torch.randn(50).bfloat16() for _ in range(20)]
     wide, narrow = (torch.nn.Parameter(start.to(dtype)) for dtype in (torch.float32, torch.bfloat16))
-    group = train_gpt.Group("some", [wide], [0], "adam", 1e-3, (0.8, 0.95), 0.0, 1e-3)
+    group = train_gpt.Group("some", [wide], ["embedding"], 1e-3, (0.8, 0.95), 0.0, train_gpt.Adam)
     run_shard(group, config, [[g.float()] for g in grads])
-    shard = train_gpt.Shard(replace(group, params=[narrow]), config, train_gpt.World())
+    shard = train_gpt.Adam(replace(group, params=[narrow]), config, train_gpt.World())
     for g in grads:
         narrow.grad.copy_(g)
-        with torch.no_grad():
-            shard.update(PLAIN, torch.tensor(True), torch.tensor(0.7), torch.tensor(0.9))
-    assert torch.equal(master_weight(shard.weight, shard.mantissa_bits)[:50], wide.detach())
+        update(shard, 0.7, 0.9)
+    master = updates.Master(shard.weight, shard.mantissa_bits)
+    assert torch.equal(updates.read_master(master)[:50], wide.detach())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_long_table_takes_the_bytes_that_are_asked_of_the_machine(config, ranks):
     """What grows with the rows, of what a rank holds of the table."""
     rows, config = 4096, replace(config, head_dim=64, ngram_block=16)
-    table = torch.nn.Parameter(torch.zeros(rows, 64 // ranks, dtype=torch.bfloat16))
-    shard = train_gpt.TableShard(train_gpt.Group("table", [table], [], "row adam", 1.0, (0.0, 0.9), 0.0, 1.0), config, by_row=True)
-    assert sum(x.nbytes for x in shard.state() if len(x.shape) and len(x) == rows) == rows * train_gpt.table_row_bytes(config, ranks)
+    table = ngrams.NGrams((2,), rows, 64, 2, Collectives(ranks), torch.bfloat16, torch.device("cpu"))
+    table.initialise()
+    group = train_gpt.Group("table", [table.table], [], 1.0, (0.0, 0.9), 0.0, train_gpt.RowAdam)
+    model = SimpleNamespace(ngrams=table, ops=REFERENCES._replace(row_adam=updates.row_adam))
+    state = train_gpt.RowAdam(group, config, model).state()
+    found = sum(x.nbytes for x in state if len(x.shape) and len(x) == rows)
+    assert found == rows * ngrams.table_row_bytes(config.head_dim, config.ngram_block, ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("matrices", [1, 7, 8, 9, 19])
 def test_shards_cover_every_matrix_once(config, ranks, matrices):
-    """Padding for any count on any number of ranks: together the ranks update what one rank does. One matrix a rank a round."""
+    """Together the ranks update what one rank does, with padding if need be; one matrix a rank a round."""
     torch.manual_seed(0)
     start, grads = ([torch.randn(12, 4) for _ in range(matrices)] for _ in range(2))
+    stops = [f"layer {i}" for i in range(matrices)]
 
     def updated(world) -> list[torch.Tensor]:
         """What each round's all-gather takes from this rank."""
         params = [torch.nn.Parameter(p.clone()) for p in start]
-        group = train_gpt.Group("bank", params, list(range(matrices)), "normuon", 0.1, (0.0, 0.9), 1.0, 0.1,
+        group = train_gpt.Group("bank", params, stops, 0.1, (0.0, 0.9), 0.1, train_gpt.NorMuon,
                                 matrix_lr=[1.0 + i for i in range(matrices)], squares=matrices % 2 == 0)
-        shard = train_gpt.Shard(group, config, world)
+        shard = train_gpt.NorMuon(group, config, world)
         for p, g in zip(params, grads):
             p.grad.copy_(g)
-        for layer, whole, own in shard.rounds:
-            assert whole.stop - whole.start == world.size and own.stop - own.start == 1 and layer == whole.start
+        for (whole, own), (_, stop, _) in zip(shard.places, group.rounds(world.size), strict=True):
+            assert whole.stop - whole.start == world.size and own.stop - own.start == 1
+            assert stop == stops[whole.start]
             shard.grad[own].copy_(shard.grads[whole].chunk(world.size)[world.rank])
-        with torch.no_grad():
-            shard.update(PLAIN, torch.tensor(True), torch.tensor(1.0), torch.tensor(0.9))
-        return [shard.weight[own] for _, _, own in shard.rounds]
+        update(shard, 1.0, 0.9)
+        return [shard.weight[own] for _, own in shard.places]
 
     whole = torch.cat(updated(SimpleNamespace(rank=0, size=1)))
-    speaking = train_gpt.Collectives(ranks)
-    parts = zip(*(updated(SimpleNamespace(rank=rank, size=ranks, collectives=speaking)) for rank in range(ranks)))
-    gathered = torch.cat([part for round in parts for part in round])
+    worlds = [SimpleNamespace(rank=rank, size=ranks, collectives=Collectives(ranks)) for rank in range(ranks)]
+    gathered = torch.cat([part for one in zip(*map(updated, worlds)) for part in one])
     torch.testing.assert_close(gathered[:matrices], whole, atol=1e-5, rtol=1e-5)
     assert not gathered[matrices:].any()
 
 
 @pytest.fixture(scope="module")
 def ranks_results(shards, tmp_path_factory):
-    """What 1, 2, 4 and 8 gloo ranks hold after each of 20 steps of the same 8 micro-batches: every kind of step, the untying too.
+    """What 1, 2, 4 and 8 gloo ranks hold after each of 20 steps of the same 8 micro-batches.
 
-    With queries and keys narrower than values, so that attention's matrices and the MLPs' have different shapes, and value
-    embeddings without a first moment.
-    By the number of ranks, the rank, and whether the collectives overlap with the computation.
+    By the number of ranks, the rank, and whether collectives run under computation. The steps are of every
+    kind, and the embedding is untied on the way. Queries and keys are narrower than values, so that the
+    matrices of attention and of the MLPs have different shapes.
     """
     out = tmp_path_factory.mktemp("ranks")
-    subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "20", "--preset", "cpu", *TINY, "--steps", "18", "--epochs", "9",
-                    "--qk_dim", "16", "--ngram_rows", "512", "--value_beta1", "0.0", "--data_path", str(shards)],
-                   cwd=ROOT, env=environment(), check=True, timeout=480, capture_output=True)
+    flags = ["--preset", "cpu", *TINY, "--steps", "18", "--epochs", "9", "--qk_dim", "16",
+             "--ngram_rows", "512", "--data_path", str(shards)]
+    subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "20", *flags], cwd=ROOT,
+                   env=environment(), check=True, timeout=480, capture_output=True)
     return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)
             for overlap, result in torch.load(out / f"{ranks}-{rank}.pt").items()}
 
@@ -195,24 +204,29 @@ def test_ranks_make_the_update_of_one_process(ranks_results, ranks):
     alone, together = ranks_results[1, 0, True], ranks_results[ranks, 0, True]
     assert together["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     assert together["validation"] == pytest.approx(alone["validation"], rel=1e-4)
-    for name, expected in alone["parameters"][0].items():              # one update: rounding has not yet grown
-        torch.testing.assert_close(together["parameters"][0][name], expected, atol=1e-5, rtol=1e-4, msg=name)
+    for name, expected in alone["parameters"][0].items():   # After one update rounding has not yet grown.
+        found = together["parameters"][0][name]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4, msg=name)
     for step in range(8):
         for name, expected in alone["parameters"][step].items():
-            difference = (together["parameters"][step][name] - expected).norm() / expected.norm().clamp(min=1e-6)
-            assert difference < 1e-2, (step, name)
+            distance = (together["parameters"][step][name] - expected).norm()
+            assert distance / expected.norm().clamp(min=1e-6) < 1e-2, (step, name)
 
 
 @pytest.mark.parametrize("ranks, overlap", [(2, True), (4, True), (8, True), (4, False)])
 def test_all_ranks_hold_the_same_parameters(ranks_results, ranks, overlap):
+    """All but the n-gram table, which is whole on rank 0 alone."""
+    first = ranks_results[ranks, 0, overlap]["parameters"]
     for rank in range(1, ranks):
-        for mine, theirs in zip(ranks_results[ranks, 0, overlap]["parameters"], ranks_results[ranks, rank, overlap]["parameters"]):
-            assert mine.keys() - theirs.keys() == {"ngram_table"} and all(torch.equal(mine[name], theirs[name]) for name in theirs)
+        for mine, theirs in zip(first, ranks_results[ranks, rank, overlap]["parameters"], strict=True):
+            assert mine.keys() == theirs.keys() and len(mine["ngrams.table"]) == 512
+            assert not theirs["ngrams.table"].numel()
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine if name != "ngrams.table")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_overlapped_collectives_change_no_bit(ranks_results, ranks):
-    """Losses and weights of every step, after sums started in the backward pass and gathers waited for in the forward pass."""
+    """Of losses and weights after every step: sums start in the backward pass, gathers end in the forward."""
     overlapped, simple = (ranks_results[ranks, 0, overlap] for overlap in (True, False))
     assert overlapped["losses"] == simple["losses"] and overlapped["validation"] == simple["validation"]
     for a, b in zip(overlapped["parameters"], simple["parameters"], strict=True):
@@ -222,39 +236,48 @@ def test_overlapped_collectives_change_no_bit(ranks_results, ranks):
 def test_check_of_ranks_finds_a_difference(trainer, monkeypatch):
     trainer.optimizer.check_ranks()
     monkeypatch.setattr(train_gpt.World, "broadcast", lambda self, x: x + (x.numel() > 1000))
-    with pytest.raises(train_gpt.UserError, match="bytes of the weights of group 'attention' differ from rank 0's"):
+    with pytest.raises(RankError, match="bytes of the weights of group 'attention' differ from rank 0's"):
         trainer.optimizer.check_ranks()
 
 
 @pytest.mark.parametrize("tied, adam", [(True, True), (False, True), (False, False)])
-def test_exchanges_follow_the_layers(trainer, tied, adam):
-    """Gathers come in the order of use, sums behind the layer that is the last to add to a gradient."""
+def test_weights_are_gathered_for_the_layer_that_uses_them(trainer, tied, adam):
+    """And gradients are summed behind the layer that is the last to add to them."""
     optimizer, last = trainer.optimizer, len(trainer.config.layers)
-    layers = {(shard.group.name, round.whole.start): layer for layer, shard, round in optimizer.exchanges(tied, adam)}
-    names = {name for name, _ in layers}
-    assert names == {"attention", "mlp"} | ({"head", "value tables"} | (set() if tied else {"embedding"}) if adam else set())
-    assert [layers["mlp", 2 * i + k] for i in range(last) for k in (0, 1)] == [i for i in range(last) for _ in (0, 1)]
-    assert [layers["attention", i] for i in range(last)] == list(range(last))
+    table = timetable(optimizer.traffic, last, tied, adam, adam)
+    used = {(transfer.what, transfer.round): transfer.wait for transfer in table.gathers}
+    summed = {(transfer.what, transfer.round): transfer.start for transfer in table.sums}
+    summed.pop((SMALL, None), None)
+    with_adam = {"head", "value tables"} | (set() if tied else {"embedding"})
+    assert {name for name, _ in used} == {"attention", "mlp"} | (with_adam if adam else set())
+    assert used.keys() == summed.keys()
+    for i in range(last):
+        assert used["attention", i] == summed["attention", i] == f"layer {i}"
+        for k in (0, 1):
+            assert used["mlp", 2 * i + k] == summed["mlp", 2 * i + k] == f"layer {i}"
     if adam:
-        assert layers["head", 0] == (-1 if tied else last)
+        assert used["head", 0] == ("embedding" if tied else "head")
+        assert summed["head", 0] == (UPDATE if tied else "head")
 
 
 def everything(trainer) -> list[torch.Tensor]:
-    return [x for shard in trainer.optimizer.shards.values() for x in state_of(shard)] + [trainer.optimizer.finite.clone()]
+    optimizer = trainer.optimizer
+    return [*(x for shard in optimizer.shards.values() for x in state_of(shard)), optimizer.finite.clone()]
 
 
 def state_of(shard) -> list[torch.Tensor]:
-    """All that a step changes; rows that have a gradient are listed in their order, for on a GPU they come in any."""
-    gradients = getattr(shard, "gradients", None)
-    if not isinstance(gradients, RowGradients):
-        return [x.clone() for x in shard.state()]
-    others = [x for x in shard.state() if not any(x is y for y in gradients)]
-    rows, order = gradients.rows[1:1 + gradients.count].sort()
-    return [*(x.clone() for x in others), rows, gradients.grads[1 + order], gradients.place.nonzero(), gradients.grads[1 + len(rows):].any()]
+    """All that a step changes. Rows that have a gradient are in their own order: a GPU lists them in any."""
+    if isinstance(shard, train_gpt.RowAdam) and isinstance(shard.table.gradients, ngrams.RowGradients):
+        gradients = shard.table.gradients
+        others = [x for x in shard.state() if not any(x is y for y in gradients)]
+        rows, order = gradients.rows[1:1 + gradients.count].sort()
+        listed = rows, gradients.grads[1 + order], gradients.place.nonzero()
+        return [*(x.clone() for x in others), *listed, gradients.grads[1 + len(rows):].any()]
+    return [x.clone() for x in shard.state()]
 
 
 def test_warm_up_leaves_no_trace(config):
-    """The first steps after warm-up equal those without it, bit for bit: losses, weights and the optimizer's whole state."""
+    """The first steps after it are those without it, bit for bit: losses, weights, the optimizer's state."""
     results = []
     for warm in (False, True):
         trainer = train_gpt.Trainer(config, train_gpt.World())
@@ -302,32 +325,44 @@ def test_adam_takes_the_gradients_of_two_steps(trainer):
 
 
 def test_the_row_update_takes_the_rows_of_two_steps(config, monkeypatch):
-    """As its twin does, which looks at the gradients of all; and after a warm-up that ends between listing and updating the same to the bit."""
-    config, results, plain = replace(config, micro_batches=2, batch_tokens=(256, 256, 256)), [], train_gpt.compiled
-    kernels = {train_gpt.embedding_reference: train_gpt.embedding} | train_gpt.KERNELS["fused_row_update"]
+    """As its reference does, which looks at the gradients of all rows.
+
+    After a warm-up that ends between listing and updating, it does the same to the bit.
+    """
+    config, results = settings.change(config, micro_batches=2, batch_tokens=(256, 256, 256)), []
+    choose, kernels = train_gpt.choose_ops, {"lookup": embedding.lookup, "row_adam": updates.row_adam}
     for by_row, warm in ((False, False), (True, False), (True, True)):
-        replaced = kernels if by_row else {row_adam_reference: row_adam_reference}
-        monkeypatch.setattr(train_gpt, "compiled", lambda *args: {f: replaced.get(f, g) for f, g in plain(*args).items()})
+        changes = kernels if by_row else {"row_adam": updates.row_adam_reference}
+
+        def chosen(*args, changes=changes):
+            ops, parts = choose(*args)
+            return ops._replace(**changes), parts
+
+        monkeypatch.setattr(train_gpt, "choose_ops", chosen)
         trainer = train_gpt.Trainer(config, train_gpt.World())
         shard, snapshot = trainer.optimizer.shards["n-gram table"], trainer.optimizer.snapshot()
+        gradients = shard.table.gradients
+        assert isinstance(gradients, ngrams.RowGradients) == by_row
         if warm:
             trainer.step(trainer.schedule.at(2), trainer.loader.batches(2))
-            assert shard.gradients.count
+            assert gradients.count
             trainer.optimizer.restore(snapshot)
-        assert not by_row or not (shard.gradients.count or shard.gradients.place.any() or shard.gradients.grads.any())
+        assert not by_row or not (gradients.count or gradients.place.any() or gradients.grads.any())
         for step in map(trainer.schedule.at, range(4)):
             trainer.step(step, trainer.loader.batches(step.index))
-            if by_row:                                                   # and every row that is listed has a gradient
-                listed = (shard.gradients.place > 0).sum()
-                assert bool(listed) != step.update_adam and shard.gradients.count == listed == shard.gradients.grads.any(1).sum()
+            if by_row:                      # And every row that is listed has a gradient.
+                listed = (gradients.place > 0).sum()
+                assert bool(listed) != step.update_adam
+                assert gradients.count == listed == gradients.grads.any(1).sum()
         results.append(state_of(shard))
     assert all(torch.equal(kernel, warmed) for kernel, warmed in zip(*results[1:], strict=True))
-    (twin, *_), (kernel, *_), _ = results                                # the weights
-    assert (kernel - twin).norm() <= (1e-3 if kernel.device.type == "cpu" else 5e-2) * twin.norm() > 0
+    (reference, *_), (kernel, *_), _ = results              # the weights
+    limit = 1e-3 if kernel.device.type == "cpu" else 5e-2
+    assert (kernel - reference).norm() <= limit * reference.norm() > 0
 
 
 def test_two_runs_with_one_seed_give_the_same_losses(config):
-    config, runs = replace(config, micro_batches=2, batch_tokens=(256, 512, 512)), []
+    config, runs = settings.change(config, micro_batches=2, batch_tokens=(256, 512, 512)), []
     for seed in (3, 3, 4):
         trainer = train_gpt.Trainer(replace(config, seed=seed), train_gpt.World())
         runs.append([trainer.step(s, trainer.loader.batches(s.index)).item() for s in trainer.schedule])
@@ -340,12 +375,14 @@ def test_a_non_finite_loss_changes_no_weight(trainer):
     before = [p.detach().clone() for p in trainer.model.parameters()]
     step = trainer.schedule.at(1)
     for p in trainer.model.parameters():
-        (p.row_gradients.grads if p.grad is None else p.grad).fill_(torch.nan)
-    for loss in (torch.tensor(torch.nan), torch.tensor(1.0)):            # the steps that are already under way as well
+        by_row = p is trainer.model.ngrams.table and trainer.model.ngrams.row_gradients
+        (by_row.grads if by_row else p.grad).fill_(torch.nan)
+    for loss in (torch.tensor(torch.nan), torch.tensor(1.0)):   # The steps already under way as well.
         trainer.optimizer.begin(step)
-        trainer.optimizer.check_finite(loss)
-        trainer.optimizer.step(step)
-        assert [n for n, p, q in zip(names, trainer.model.parameters(), before) if not torch.equal(p, q)] == []
+        trainer.optimizer.check_finite(loss.to(trainer.world.device))
+        trainer.optimizer.step()
+        after = zip(names, trainer.model.parameters(), before, strict=True)
+        assert [name for name, p, old in after if not torch.equal(p, old)] == []
 
 
 def test_validation_does_not_depend_on_the_chunk(config):
@@ -353,12 +390,13 @@ def test_validation_does_not_depend_on_the_chunk(config):
     for chunk in (256, 512, 4096):
         trainer = train_gpt.Trainer(replace(config, val_chunk=chunk), train_gpt.World())
         losses.append(trainer.validate(trainer.schedule.validation(0)))
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5 if torch.cuda.is_available() else 1e-6)     # bf16 there
+    in_bf16 = torch.cuda.is_available()
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5 if in_bf16 else 1e-6)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_a_captured_step_is_the_eager_one(config):
-    """After warm-up both give the same losses, as nearly as two eager runs do; every kind of step is replayed, none is left out."""
+    """After warm-up both give the same losses, as nearly as two eager runs do. Every kind is replayed."""
     runs = []
     for capture in (False, False, True):
         trainer = train_gpt.Trainer(replace(config, capture=capture, compile=False), train_gpt.World())
@@ -371,13 +409,16 @@ def test_a_captured_step_is_the_eager_one(config):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CPUs have no streams")
 def test_runs_of_a_process_have_the_same_streams(config):
-    """Or one of them records its graphs on what another part takes for a stream beside: then nothing of it is."""
-    # Which of 32 they are hangs on what else this process has made, so that says nothing here of the one that records.
+    """With new ones a run could record its graphs on what another part takes for a stream beside it.
+
+    Which of torch's 32 they are depends on what else this process has made, and is not looked at.
+    """
     world, found = train_gpt.World(), []
     for _ in range(2):
         trainer = train_gpt.Trainer(config, world)
         trainer.warm_up()
-        found.append({name: stream.cuda_stream for name, stream in trainer.optimizer.streams.items()} | {"": trainer.optimizer.judging.cuda_stream})
+        streams = trainer.optimizer.streams | {"": trainer.optimizer.loss_stream}
+        found.append({name: stream.cuda_stream for name, stream in streams.items()})
     assert found[0] == found[1] and len(found[0]) == 1 + len(trainer.optimizer.shards)
 
 
@@ -386,7 +427,7 @@ def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
     trainer = train_gpt.Trainer(replace(config, capture=True), train_gpt.World())
     trainer.warm_up()
     steps = list(trainer.schedule)
-    ahead = trainer.loader.prefetch(range(len(steps)))                   # room for batches is made before the clock starts
+    ahead = trainer.loader.prefetch(range(len(steps)))      # Room for batches is made off the clock.
     before = torch.cuda.memory_stats()["num_device_alloc"]
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -397,34 +438,42 @@ def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
     assert torch.cuda.memory_stats()["num_device_alloc"] == before
 
 
-SUMMED = [(1, 0), (5, 0), (5, 64)]                                      # step, samples of the softmax
+SUMMED = {"tied, Adam updates": (1, 0), "untied, Adam updates": (5, 0), "untied, sampled": (5, 64)}
+IN_FP8 = {"qkv": attention.qkv_fp8, "share_values": ngrams.share_values, "norm_fork": mlp.norm_fork_fp8,
+          "feed_forward": mlp.feed_forward_fp8, "mlp_input": mlp.mlp_input_fp8}
+KERNELS = {"references": {}, "lookup": {"lookup": embedding.lookup}, "FP8": IN_FP8}
 
 
 @pytest.mark.usefixtures("large_tiles")
-@pytest.mark.parametrize("setting, index, samples", [*(("", *case) for case in SUMMED), *(("fused_embedding", *case) for case in SUMMED),
-                                                     ("fused_residual", 1, 0)])
-def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, setting, index, samples):
-    """Tied and not: what a reduce-scatter is given, in the middle of the backward pass, is what stands there at its end."""
-    trainer = train_gpt.Trainer(replace(config, micro_batches=2, batch_tokens=(256, 256, 256), softmax_samples=samples), train_gpt.World())
-    trainer.model.part |= train_gpt.KERNELS.get(setting, {})
-    step, given, layers = trainer.schedule.at(index), {}, []
-    start = trainer.optimizer.gradients_complete
-    monkeypatch.setattr(trainer.optimizer, "gradients_complete", lambda layer: layers.append(layer) or start(layer))
+@pytest.mark.parametrize("kernels, case", [*product(("references", "lookup"), SUMMED),
+                                           ("FP8", "tied, Adam updates")])
+def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, kernels, case):
+    """What a reduce-scatter gets, in the middle of the backward pass, is what stands there at its end."""
+    index, samples = SUMMED[case]
+    trainer = train_gpt.Trainer(settings.change(
+        config, micro_batches=2, batch_tokens=(256, 256, 256), softmax_samples=samples), train_gpt.World())
+    model, optimizer = trainer.model, trainer.optimizer
+    model.ops = model.ops._replace(**KERNELS[kernels])
+    model.fp8 = ("attention", "mlp") if kernels == "FP8" else model.fp8
+    step, given, stops = trainer.schedule.at(index), {}, []
+    start = optimizer.gradients_complete
+    monkeypatch.setattr(optimizer, "gradients_complete", lambda stop: stops.append(stop) or start(stop))
     monkeypatch.setattr(train_gpt.Collectives, "reduce_scatter", lambda self, shard, whole:
-                        given.update({whole.data_ptr(): (whole, whole.clone(), layers[-1])}))
+                        given.update({whole.data_ptr(): (whole, whole.clone(), stops[-1])}))
     checked = []
 
     def compare(shard, *_):
-        for round in shard.rounds:
-            if not shard.group.replicated:
-                whole, early, layer = given[shard.grads[round.whole].data_ptr()]
-                assert torch.equal(whole, early), (shard.group.name, round.layer)
-                checked.append((shard.group.name, layer))
+        for whole, _ in () if shard.group.replicated else shard.places:
+            now, early, stop = given[shard.grads[whole].data_ptr()]
+            assert torch.equal(now, early), (shard.group.name, stop)
+            checked.append((shard.group.name, stop))
 
-    monkeypatch.setattr(train_gpt.Shard, "update", compare)
+    for algorithm in (train_gpt.Adam, train_gpt.NorMuon):
+        monkeypatch.setattr(algorithm, "update", compare)
     trainer.step(step, trainer.loader.batches(index))
-    last = len(config.layers)
-    assert layers == [*range(last, -1, -1), -1] and step.update_adam
-    assert {layer for name, layer in checked if name == "mlp"} == set(range(last))
-    assert ("head", -1 if step.tied else last) in checked
-    assert {layer for name, layer in checked if name == "value tables"} == set(trainer.model.value_index)
+    layers = [f"layer {i}" for i in range(len(config.layers))]
+    assert stops == ["head", *layers[::-1], UPDATE] and step.update_adam
+    assert {stop for name, stop in checked if name == "mlp"} == set(layers)
+    assert ("head", UPDATE if step.tied else "head") in checked
+    valued = {layers[i] for i in model.value_index}
+    assert {stop for name, stop in checked if name == "value tables"} == valued

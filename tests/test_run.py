@@ -1,4 +1,4 @@
-"""The program from outside: its log, its messages for bad input, interrupts, imports, the preset that a laptop runs."""
+"""The program from outside: its log, its messages for bad input, interrupts, imports, a laptop's preset."""
 import json
 import os
 import re
@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields, replace
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from torch.distributed.run import get_args_parser
 
 import train_gpt
 from data.shards import HEADER_BYTES, ShardError
+from records.run import settings
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 SHORT = ["--preset", "cpu", *TINY]
 SHORTER = [*SHORT, "--micro_batches", "2", "--batch_tokens", "256,512,768"]
 
@@ -35,39 +38,50 @@ def refused(result: subprocess.CompletedProcess, *parts: str) -> None:
 
 
 def test_a_run_writes_its_log(tmp_path, shards):
-    result = command(*SHORT, "--name", "short", "--save", str(tmp_path / "model.pt"), DATA_PATH=str(shards), RUNS_PATH=str(tmp_path / "runs"))
+    result = command(*SHORT, "--name", "short", "--save", str(tmp_path / "model.pt"),
+                     DATA_PATH=str(shards), RUNS_PATH=str(tmp_path / "runs"))
     assert result.returncode == 0, result.stderr
-    assert re.search(r"validation loss \d\.\d{4} nats a token = \d\.\d{3} bits per byte after 8 steps", result.stdout)
-    assert "attention: plain" in result.stdout and "head: torch.float32 (FP8" in result.stdout
+    said = r"validation loss \d\.\d{4} nats a token = \d\.\d{3} bits per byte after 8 steps"
+    assert re.search(said, result.stdout)
+    assert "attention: plain" in result.stdout and "FP8: no part; the rest: torch.float32" in result.stdout
     header, *events = read_log(tmp_path / "runs")
-    assert header["kind"] == "header" and header["name"] == "short" and header["config"]["steps"] == 6 and header["seed"] == 0
+    assert header["kind"] == "header" and header["name"] == "short" and header["seed"] == 0
+    assert header["config"]["steps"] == 6 and header["config"]["batch_tokens"] == [1024, 2048, 3072]
+    assert header["fp8"] is False and header["fp8_parts"] == []
     assert header["versions"]["torch"] == torch.__version__ and header["world_size"] == 1
+    assert {"NorMuon", "Adam", "RowAdam"} == {group["algorithm"] for group in header["groups"]}
     kept = tmp_path / "runs" / "sources" / header["sources"]
-    assert (kept / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes() and (kept / "kernels/adam.py").exists()
-    assert [e["step"] for e in events if e["kind"] == "step"] == list(range(1, 9))
-    assert all({"loss", "lr", "momentum", "windows", "tokens", "ms"} <= e.keys() for e in events if e["kind"] == "step")
-    assert [e["step"] for e in events if e["kind"] == "validation"] == [3, 6, 8]
+    assert (kept / "train_gpt.py").read_bytes() == (ROOT / "train_gpt.py").read_bytes()
+    assert (kept / "kernels/optimizer/adam.py").exists()
+    steps = [event for event in events if event["kind"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, 9))
+    assert all({"loss", "lr", "momentum", "windows", "tokens", "ms"} <= event.keys() for event in steps)
+    assert [event["step"] for event in events if event["kind"] == "validation"] == [3, 6, 8]
     summary = events[-1]
-    assert summary["kind"] == "summary" and summary["steps"] == 8 and summary["tokens"] == 2 * (1024 + 2048) + 4 * 3072
-    assert summary["loss"] == events[-2]["loss"] and summary["step_ms"]["p50"] <= summary["step_ms"]["p95"] <= summary["step_ms"]["max"]
-    assert sum(e["ms"] for e in events if e["kind"] == "step") / 1e3 == pytest.approx(summary["time_s"], rel=0.05)
+    assert summary["kind"] == "summary" and summary["steps"] == 8
+    assert summary["tokens"] == 2 * (1024 + 2048) + 4 * 3072 and summary["loss"] == events[-2]["loss"]
+    assert summary["step_ms"]["p50"] <= summary["step_ms"]["p95"] <= summary["step_ms"]["max"]
+    assert sum(event["ms"] for event in steps) / 1e3 == pytest.approx(summary["time_s"], rel=0.05)
     weights = torch.load(tmp_path / "model.pt")
-    assert weights["bank.0"].shape == (256, 64) and weights["embedding"].shape == weights["head"].shape == (320, 64)
+    assert weights["bank.0"].shape == (256, 64) and weights["ngrams.table"].shape == (1024, 32)
+    assert weights["embedding"].shape == weights["head"].shape == (320, 64)
 
 
 def test_runs_of_one_process_are_those_of_several(tmp_path, shards):
     """One after the other, each with its own seed and log; the sources are kept once."""
     for more in (["--runs", "2"], ["--seed", "1"]):
         assert command(*SHORTER, *more, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)).returncode == 0
-    logs = [[json.loads(line) for line in log.read_text().splitlines()] for log in tmp_path.glob("2*/log.jsonl")]
+    logs = [[json.loads(line) for line in log.open()] for log in tmp_path.glob("2*/log.jsonl")]
     losses = sorted((log[0]["seed"], [event["loss"] for event in log[1:]]) for log in logs)
-    assert [seed for seed, _ in losses] == [0, 1, 1] and losses[1] == losses[2] and losses[0][1] != losses[1][1]
+    assert [seed for seed, _ in losses] == [0, 1, 1]
+    assert losses[1] == losses[2] and losses[0][1] != losses[1][1]
     assert len(list((tmp_path / "sources").iterdir())) == 1
     assert not list(tmp_path.glob("2*/sources"))
 
 
 def test_no_shards(tmp_path):
-    refused(command(*SHORT, DATA_PATH=str(tmp_path)), str(tmp_path), "no train shards", "set DATA_PATH", "python -m data.fineweb")
+    result = command(*SHORT, DATA_PATH=str(tmp_path))
+    refused(result, str(tmp_path), "no train shards", "set DATA_PATH", "python -m data.fineweb")
     refused(command("--preset", "corpus"), "an unset DATA_PATH", "--preset cpu")
 
 
@@ -76,15 +90,18 @@ def test_no_shards(tmp_path):
     (lambda data: b"\x7fELF" + data[4:], ["not a token shard", "magic 20240520"]),
     (lambda data: b"", ["not a token shard", "an empty file"]),
     (lambda data: data[:4] + b"\x07" + data[5:], ["shard version 7"]),
-    (lambda data: data[:HEADER_BYTES] + b"\xff\xff" + data[HEADER_BYTES + 2:], ["token id 65535", "vocabulary of 257", "--vocab_size 65536"]),
-    (lambda data: data[:HEADER_BYTES] + b"a\x00" * ((len(data) - HEADER_BYTES) // 2), ["no document starts with token 256", "--vocab_size 98"]),
+    (lambda data: data[:HEADER_BYTES] + b"\xff\xff" + data[HEADER_BYTES + 2:],
+     ["token id 65535", "vocabulary of 257", "--vocab_size 65536"]),
+    (lambda data: data[:HEADER_BYTES] + b"a\x00" * ((len(data) - HEADER_BYTES) // 2),
+     ["no document starts with token 256", "--vocab_size 98"]),
 ], ids=["truncated", "foreign", "empty", "version", "vocabulary", "no documents"])
 def test_bad_shard(tmp_path, damage, parts):
     write_documents(tmp_path, {"train_000000": [100] * 300, "val_000000": [300] * 10})
     path = tmp_path / "train_000000.bin"
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises((train_gpt.UserError, ShardError)) as error:
-        train_gpt.Trainer(train_gpt.parse_config([*SHORT, "--data_path", str(tmp_path)]), train_gpt.World())
+        config = train_gpt.parse_config([*SHORT, "--data_path", str(tmp_path)])
+        train_gpt.Trainer(config, train_gpt.World())
     assert all(part in str(error.value) for part in (str(path), *parts)) and "\n" not in str(error.value)
 
 
@@ -97,21 +114,26 @@ def test_a_bad_shard_from_outside(tmp_path):
 
 def test_too_few_tokens(tmp_path):
     write_documents(tmp_path, {"train_000000": [100] * 60, "val_000000": [300] * 10})
-    refused(command(*SHORT, DATA_PATH=str(tmp_path)), "6,000 tokens last for", "python -m data.fineweb", "--epochs 5")
+    result = command(*SHORT, DATA_PATH=str(tmp_path))
+    refused(result, "6,000 tokens last for", "python -m data.fineweb", "--epochs 5")
     result = command(*SHORT, "--epochs", "5", "--write_log", "false", DATA_PATH=str(tmp_path))
-    assert re.search(r"data: the schedule takes \d\.\d\d epochs of 1 shards; tokens repeat after the first", result.stdout), result.stderr
+    said = r"data: the schedule takes \d\.\d\d epochs of 1 shards; tokens repeat after the first"
+    assert re.search(said, result.stdout), result.stderr
 
 
 @pytest.mark.parametrize("arguments, parts", [
     (["--stepz", "3"], ["unknown setting '--stepz'", "--steps"]),
     (["--mount_lr=3"], ["unknown setting", "--muon_lr"]),
     (["--steps", "many"], ["--steps many", "expected a value like"]),
-    (["--fp8", "1"], ["--fp8 1", "expected a value like True"]),
-    (["--windows", "(1, 3), (3, 7)"], ["--windows has 2 stages", "--batch_tokens has 3"]),
+    (["--fp8", "1"], ["--fp8 1: choose of head, attention, mlp, or none"]),
+    (["--fp8", "head,tail"], ["--fp8 tail: choose of head, attention, mlp, or none"]),
+    (["--fp8", "true"], ["--fp8 true", "expected names with commas between them, or none"]),
+    (["--reference", "fish"], ["--reference fish: choose of lookup, smear", "row_adam, all, or none"]),
+    (["--windows", "(1, 3), (3, 7)"], ["--windows has 2 values", "there are 3 stages", "give one a stage"]),
     (["--batch_tokens", "1000,2048,3072"], ["--batch_tokens 1000", "use 896"]),
     (["--val_chunk", "100"], ["--val_chunk 100 is smaller than --val_sequence_length 256"]),
-    (["--preset", "huge"], ["--preset huge", "speedrun, corpus, medium, cpu"]),
-    (["--attention", "flash9"], ["--attention flash9", "flash4, varlen, plain"]),
+    (["--preset", "huge"], ["--preset huge", "speedrun, corpus, cpu"]),
+    (["--attention", "flash9"], ["--attention flash9", "auto, flash4, varlen, plain"]),
     (["--ngram_rows", "2000000000"], ["--ngram_rows 2000000000", "at most 1073741824"]),
     (["--softmax_samples", "-1"], ["--softmax_samples -1", "0 for all"]),
     (["--steps", "2"], ["--steps 2", "at least one step"]),
@@ -128,9 +150,12 @@ def test_a_bad_setting_from_outside():
 
 
 def test_settings_reach_the_configuration(monkeypatch):
-    config = train_gpt.parse_config(["--preset", "cpu", "--steps", "30", "--adam_lr=1", "--fp8", "false", "--final_windows", "2,4"])
-    assert (config.steps, config.adam_lr, config.fp8, config.final_windows) == (30, 1.0, False, (2, 4))
-    assert train_gpt.parse_config(["--preset", "cpu"]).fp8
+    flags = ["--steps", "30", "--adam_lr=1", "--fp8", "none", "--reference", "smear,qkv",
+             "--final_windows", "2,4", "--lr_scale", "1,2,3"]
+    config = train_gpt.parse_config(["--preset", "cpu", *flags])
+    assert (config.steps, config.adam_lr, config.fp8, config.final_windows) == (30, 1.0, (), (2, 4))
+    assert config.reference == ("smear", "qkv") and [stage.lr_scale for stage in config.stages] == [1, 2, 3]
+    assert train_gpt.parse_config(["--preset", "cpu"]).fp8 == ("head", "attention", "mlp")
     monkeypatch.setenv("DISABLE_FP8", "1")
     monkeypatch.setenv("DATA_PATH", "elsewhere")
     config = train_gpt.parse_config(["--preset", "cpu"])
@@ -138,27 +163,32 @@ def test_settings_reach_the_configuration(monkeypatch):
 
 
 def test_ranks_that_do_not_divide(shards):
-    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "train_gpt.py", *SHORT],
-                            cwd=ROOT, env=environment(DATA_PATH=str(shards)), capture_output=True, text=True, timeout=120)
-    assert result.returncode and "train_gpt.py: 3 ranks do not divide the 8 micro-batches of a step and the width of a head, 32; use 1, 2, 4, 8 ranks" in result.stderr
+    result = subprocess.run([*TORCHRUN, "--nproc_per_node=3", "train_gpt.py", *SHORT], cwd=ROOT, timeout=120,
+                            env=environment(DATA_PATH=str(shards)), capture_output=True, text=True)
+    assert result.returncode
+    assert ("train_gpt.py: 3 ranks do not divide the 8 micro-batches of a step and the width of a head, 32; "
+            "use 1, 2, 4, 8 ranks") in result.stderr
 
 
 def test_a_table_that_has_no_room():
     """Refused before it is made, with a length that fits; as the records' machines had it, it is not."""
     config, gpu = train_gpt.parse_config(["--preset", "corpus", "--data_path", "x"]), 150e9
     for ranks, memory in ((1, gpu), (2, gpu), (4, 80e9)):
-        with pytest.raises(train_gpt.UserError, match=rf"--ngram_rows 1073741824: with {ranks} GPUs .* use \d+ rows or more GPUs") as error:
+        said = rf"--ngram_rows 1073741824: with {ranks} GPUs .* use \d+ rows or more GPUs"
+        with pytest.raises(train_gpt.UserError, match=said) as error:
             train_gpt.check_machine(config, ranks, memory)
         fitting = int(re.search(r"use (\d+) rows", str(error.value))[1])
         train_gpt.check_machine(replace(config, ngram_rows=fitting), ranks, memory)
-    for ranks, rows, memory in ((4, config.ngram_rows, gpu), (2, 536_870_912, gpu), (8, config.ngram_rows, 80e9)):
-        train_gpt.check_machine(replace(config, ngram_rows=rows, micro_batches=8), ranks, memory)
+    rows = config.ngram_rows
+    for ranks, fitting, memory in ((4, rows, gpu), (2, 536_870_912, gpu), (8, rows, 80e9)):
+        train_gpt.check_machine(replace(config, ngram_rows=fitting, micro_batches=8), ranks, memory)
     train_gpt.check_machine(train_gpt.SPEEDRUN, 1, 80e9)
 
 
 @pytest.mark.parametrize("block", [0, 3, 12, 64])
 def test_a_block_that_does_not_divide_a_ranks_columns(block):
-    with pytest.raises(train_gpt.UserError, match=f"--ngram_block {block}: use a power of two that divides a rank's 32 columns"):
+    said = f"--ngram_block {block}: use a power of two that divides a rank's 32 columns"
+    with pytest.raises(train_gpt.UserError, match=said):
         train_gpt.check_machine(replace(train_gpt.SPEEDRUN, ngram_block=block), 4, 150e9)
 
 
@@ -167,7 +197,8 @@ def test_a_non_finite_loss_stops_the_run(tmp_path, shards):
     refused(result, "the training loss is nan", "stopped before its update")
     step = int(re.search(r"step (\d+): the training loss", result.stderr)[1])
     events = read_log(tmp_path)
-    assert events[-1]["kind"] == "stopped" and events[-1]["step"] == step - 1 == len([e for e in events if e["kind"] == "step"])
+    logged = [event for event in events if event["kind"] == "step"]
+    assert events[-1]["kind"] == "stopped" and events[-1]["step"] == step - 1 == len(logged)
 
 
 def test_a_full_disk(shards, tmp_path, monkeypatch):
@@ -177,25 +208,37 @@ def test_a_full_disk(shards, tmp_path, monkeypatch):
     with pytest.raises(train_gpt.LogError, match="log.jsonl: the disk is full; free some space"):
         log.write("step", step=1)
     (tmp_path / "file").write_text("")
-    refused(command(*SHORT, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path / "file" / "runs")), "cannot write the run's log", "RUNS_PATH")
-    refused(command(*SHORTER, "--save", "/dev/full/model.pt", DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)), "/dev/full")
+    result = command(*SHORT, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path / "file" / "runs"))
+    refused(result, "cannot write the run's log", "RUNS_PATH")
+    result = command(*SHORTER, "--save", "/dev/full/model.pt", DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
+    refused(result, "/dev/full")
 
 
 def test_interrupt_leaves_a_complete_log(tmp_path, shards):
-    process = subprocess.Popen([sys.executable, "train_gpt.py", *SHORT, "--steps", "600", "--epochs", "2000"], cwd=ROOT,
-                               env=environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)), stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, "train_gpt.py", *SHORT, "--steps", "600", "--epochs", "2000"]
+    variables = environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
+    process = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
+
+    def has_begun() -> bool:
+        return any('"step"' in log.read_text() for log in tmp_path.glob("2*/log.jsonl"))
+
     deadline = time.time() + 60
-    while time.time() < deadline and not any('"step"' in log.read_text() for log in tmp_path.glob("2*/log.jsonl")):
+    while time.time() < deadline and not has_begun():
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130 and "interrupted; the log so far is complete" in errors and "Traceback" not in errors
+    assert process.returncode == 130 and "Traceback" not in errors
+    assert "interrupted; the log so far is complete" in errors
     *steps, last = read_log(tmp_path)[1:]
     assert last == {"kind": "stopped", "step": len(steps), "reason": "interrupted"} and steps
 
 
+def files_of_the_project() -> list[Path]:
+    return sorted(p for p in ROOT.rglob("*") if not {"__pycache__", ".git", ".venv"} & {*p.parts})
+
+
 def test_importing_does_nothing(tmp_path):
-    before = sorted(p for p in ROOT.rglob("*") if "__pycache__" not in p.parts and ".git" not in p.parts and ".venv" not in p.parts)
+    before = files_of_the_project()
     program = ("import sys, socket\n"
                "sys.argv = ['x', '--no-such-setting']\n"
                "def refuse(*a, **k): raise AssertionError('network')\n"
@@ -204,16 +247,16 @@ def test_importing_does_nothing(tmp_path):
                "import train_gpt, torch, threading\n"
                "assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()\n"
                "assert threading.active_count() == 1\n")
-    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment(),
+                            capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and not result.stdout and not result.stderr, result.stderr
-    after = sorted(p for p in ROOT.rglob("*") if "__pycache__" not in p.parts and ".git" not in p.parts and ".venv" not in p.parts)
-    assert before == after and not any(tmp_path.iterdir())
+    assert before == files_of_the_project() and not any(tmp_path.iterdir())
 
 
 def test_the_preset_for_a_laptop(tmp_path):
-    """`./run.sh` with nothing installed for it to find: 2 ranks, the embedded corpus, from about 5.5 to under 2 nats a byte.
+    """`./run.sh` with nothing installed: 2 ranks, the embedded corpus, from about 5.5 to under 2 nats a byte.
 
-    In fewer steps, and validated at their end alone.
+    In fewer steps than by default, and validated at their end alone.
     """
     result = subprocess.run(["./run.sh", "--steps", "64", "--val_every", "0"], cwd=ROOT, timeout=420,
                             env=environment(RUNS_PATH=str(tmp_path)), capture_output=True, text=True)
@@ -228,18 +271,22 @@ def test_the_preset_for_a_laptop(tmp_path):
 
 @pytest.mark.parametrize("arguments", [[], ["--preset", "speedrun"]])
 def test_a_machine_with_a_gpu_fetches_fineweb(tmp_path, arguments):
-    """With no shards and no network: `run.sh` says what it fetches, the fetch says in a line what to do, nothing trains."""
+    """With no shards and no network `run.sh` says what it fetches, the fetch what to do; nothing trains."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0", "DATA_PATH": str(tmp_path / "shards"),
-                 "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
-    result = subprocess.run(["./run.sh", *arguments], cwd=ROOT, env=environment(**variables), capture_output=True, text=True, timeout=120)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0",
+                 "DATA_PATH": str(tmp_path / "shards"), "HF_ENDPOINT": "http://127.0.0.1:9",
+                 "HF_HOME": str(tmp_path)}
+    result = subprocess.run(["./run.sh", *arguments], cwd=ROOT, env=environment(**variables),
+                            capture_output=True, text=True, timeout=120)
     first, *_, last = result.stderr.splitlines()
-    assert result.returncode == 2 and f"no shards in {tmp_path}/shards: fetching FineWeb" in first and "--preset cpu" in first
+    assert result.returncode == 2 and f"no shards in {tmp_path}/shards: fetching FineWeb" in first
+    assert "--preset cpu" in first
     assert "python -m data.fineweb" in last and "DATA_PATH" in last and "Traceback" not in result.stderr
 
 
 def test_no_setting_is_one_of_the_launchers():
-    """torchrun takes `--log` before a script's own settings are seen, even after the script's name: it is short for --log-dir."""
+    """torchrun would take `--log`, short for its --log-dir, even after the script's name."""
     options = [option for action in get_args_parser()._actions for option in action.option_strings]
-    assert not [f.name for f in fields(train_gpt.Config) if any(option.startswith(f"--{f.name}") for option in options)]
+    names = [*settings.defaults(train_gpt.SPEEDRUN), "preset", "timetable", "explain"]
+    assert not [name for name in names if any(option.startswith(f"--{name}") for option in options)]

@@ -1,4 +1,4 @@
-"""The timetable of collectives: pinned as text for 1, 2, 4 and 8 ranks, and held against what a step really sends."""
+"""The timetable of collectives: pinned as text for 1, 2, 4 and 8 ranks, and compared with a step."""
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,8 +11,10 @@ from kernels.ranks import collectives
 from kernels.ranks.timetable import SMALL, UPDATE, Traffic, timetable, timetable_text
 
 GOLDEN = ROOT / "tests" / "timetables"
+# (tied, the step before updated Adam's groups, this one does)
 KINDS = {"tied, Adam's gradients accumulate": (True, True, False), "tied, Adam updates": (True, False, True),
-         "untied, Adam's gradients accumulate": (False, True, False), "untied, Adam updates": (False, False, True)}
+         "untied, Adam's gradients accumulate": (False, True, False),
+         "untied, Adam updates": (False, False, True)}
 
 
 def traffic_of(config: train_gpt.Config, ranks: int) -> list[Traffic]:
@@ -24,11 +26,13 @@ def traffic_of(config: train_gpt.Config, ranks: int) -> list[Traffic]:
 def test_timetable_of_the_speedrun_is_the_pinned_one(ranks):
     """tests/timetables/<ranks>.txt; to pin a change that is meant, write what this test prints there."""
     layers, traffic = len(train_gpt.SPEEDRUN.layers), traffic_of(train_gpt.SPEEDRUN, ranks)
-    found = "\n\n".join(f"{name}, {ranks} ranks\n\n{timetable_text(timetable(traffic, layers, *kind), layers)}"
-                        for name, kind in KINDS.items()) + "\n"
-    pinned = GOLDEN / f"{ranks}.txt"
+    parts = []
+    for name, kind in KINDS.items():
+        text = timetable_text(timetable(traffic, layers, *kind), layers)
+        parts.append(f"{name}, {ranks} rank{'s' * (ranks > 1)}\n\n{text}")
+    found = "\n\n".join(parts) + "\n"
     print(found)
-    assert found == pinned.read_text()
+    assert found == (GOLDEN / f"{ranks}.txt").read_text()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
@@ -43,7 +47,8 @@ def test_everything_that_is_updated_is_summed_and_gathered_once(ranks, kind, ove
         return {(one.group, i) for one in traffic for i in range(len(one.rounds))
                 if not one.replicated and (adam or one.every_step) and not (tied and one.tied_to)}
 
-    for transfers, adam in ((table.gathers, adam_updated), ([t for t in table.sums if t.what != SMALL], update_adam)):
+    sums = [transfer for transfer in table.sums if transfer.what != SMALL]
+    for transfers, adam in ((table.gathers, adam_updated), (sums, update_adam)):
         found = [(transfer.what, transfer.round) for transfer in transfers]
         assert len(found) == len(set(found)) and set(found) == rounds(adam)
     assert [t.what for t in table.sums].count(SMALL) == update_adam
@@ -65,7 +70,7 @@ class Sent:
 
 @pytest.fixture
 def sending(config, monkeypatch):
-    """A trainer that takes itself for rank 0 of 2, and the log of what it sends, with the stops that it passes."""
+    """A trainer that takes itself for rank 0 of 2, and the log of what it sends and of the stops it passes."""
     log: list[tuple] = []
 
     def start(kind: str):
@@ -85,8 +90,9 @@ def sending(config, monkeypatch):
     monkeypatch.setattr(collectives, "REDUCE_SCATTER", start("reduce_scatter"))
     monkeypatch.setattr(collectives.dist, "all_reduce", start("all_reduce"))
     monkeypatch.setattr(collectives.dist, "all_to_all_single", start("all_to_all"))
-    world = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"), memory=float("inf"), barrier=lambda: None,
-                            collectives=collectives.Collectives(2), choose_collectives=lambda copies: None)
+    world = SimpleNamespace(
+        rank=0, size=2, device=torch.device("cpu"), memory=float("inf"), barrier=lambda: None,
+        collectives=collectives.Collectives(2), choose_collectives=lambda copies: None)
     trainer = train_gpt.Trainer(replace(config, ngram_rows=512), world)
     return trainer, log
 
@@ -94,31 +100,52 @@ def sending(config, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is sent does not depend on the device")
 @pytest.mark.parametrize("index", [0, 1, 4, 5])
 def test_a_step_sends_what_its_timetable_says(sending, index, monkeypatch):
-    """Collective by collective: what, in which order, at which stop it starts, and by which it has been waited for."""
+    """Collective by collective: what, in which order, at which stop it starts, and where it is waited for."""
     trainer, log = sending
     optimizer, step = trainer.optimizer, trainer.schedule.at(index)
-    names = {optimizer.small_grads.data_ptr(): (SMALL, None)}
+    gathered, summed = {}, {optimizer.small_grads.data_ptr(): (SMALL, None)}
     for name, shard in optimizer.shards.items():
         for i, (whole, own) in enumerate(getattr(shard, "places", ()) if not shard.group.replicated else ()):
-            names |= {shard.weight[own].data_ptr(): (name, i), shard.grads[whole].data_ptr(): (name, i)}
-    needed, complete = optimizer.weights_needed, optimizer.gradients_complete
-    monkeypatch.setattr(optimizer, "weights_needed", lambda stop: (log.append(("reach", stop)), needed(stop)))
-    monkeypatch.setattr(optimizer, "gradients_complete", lambda stop: (log.append(("left", stop)), complete(stop)))
+            gathered[shard.weight[own].data_ptr()] = summed[shard.grads[whole].data_ptr()] = name, i
+    record_stops(monkeypatch, optimizer, log)
     trainer.step(step, trainer.loader.batches(index))
 
-    table = timetable(optimizer.traffic, len(trainer.config.layers), step.tied, step.adam_updated, step.update_adam)
-    assert started(log, names, "reach", "all_gather") == [(t.what, t.round, t.start) for t in table.gathers]
-    assert started(log, names, "left", "reduce_scatter", "all_reduce") == [(t.what, t.round, t.start) for t in table.sums]
+    kind = step.tied, step.adam_updated, step.update_adam
+    table = timetable(optimizer.traffic, len(trainer.config.layers), *kind)
+    found = started(log, gathered, "reach", "all_gather")
+    assert found == [(t.what, t.round, t.start) for t in table.gathers]
+    found = started(log, summed, "left", "reduce_scatter", "all_reduce")
+    assert found == [(t.what, t.round, t.start) for t in table.sums]
     waits = [entry for entry in log if entry[0] in ("reach", "wait")]
+    pointers = {name: pointer for pointer, name in gathered.items()}
     for transfer in table.gathers:
-        pointer = next(p for p, name in names.items() if name == (transfer.what, transfer.round)
-                       and ("wait", "all_gather", p) in log)
+        pointer = pointers[transfer.what, transfer.round]
         before = waits[:waits.index(("wait", "all_gather", pointer))]
         assert [entry[1] for entry in before if entry[0] == "reach"][-1] == transfer.wait
+    for transfer in table.sums:
+        assert all(("wait", transfer.kind, pointer) in log for pointer, name in summed.items()
+                   if name == (transfer.what, transfer.round))
+    names = gathered | summed
     of_the_model = [entry[1] for entry in log if entry[0] == "start" and entry[2] not in names]
     micro_batches = trainer.config.micro_batches // 2
     once = ["all_gather", "all_to_all"]
     assert of_the_model == (once + ["all_to_all"]) * (micro_batches - 1) + once + ["all_reduce", "all_to_all"]
+
+
+def record_stops(monkeypatch, optimizer: train_gpt.Optimizer, log: list) -> None:
+    """Enter into the log whatever stop the forward pass comes to and the backward pass has left."""
+    needed, complete = optimizer.weights_needed, optimizer.gradients_complete
+
+    def weights_needed(stop: str) -> None:
+        log.append(("reach", stop))
+        needed(stop)
+
+    def gradients_complete(stop: str) -> None:
+        log.append(("left", stop))
+        complete(stop)
+
+    monkeypatch.setattr(optimizer, "weights_needed", weights_needed)
+    monkeypatch.setattr(optimizer, "gradients_complete", gradients_complete)
 
 
 def started(log: list[tuple], names: dict, stops: str, *kinds: str) -> list[tuple]:
