@@ -19,7 +19,7 @@ from kernels.fp8.quantize import quantize_reference
 from kernels.fp8.scales import qkv_scales_reference
 from kernels.fp8.weights import fp8_weights_reference
 from kernels.gradients import Gradient
-from kernels.mlp.residual import norm_fork
+from kernels.mlp.residual import norm_fork_reference
 from kernels.mlp.residual_fp8 import norm_fork_fp8
 from kernels.ngrams.shared_gradient import leave_gradient, share_values, sum_over_layers_reference
 
@@ -242,7 +242,7 @@ def test_qkv_fp8_of_an_input_normed_into_fp8(count):
     """Two layers read one norm: as by way of the norm in bf16, except for v, whose gates see x in FP8."""
     x, projection, positions, value, _, shape, grads = inputs_of(sized(112, 2, (16, 32), True))
     summands, found = [y * 3 for y in (x, x.flip(0))[:count]], []
-    for fork in (norm_fork, norm_fork_fp8):
+    for fork in (norm_fork_reference, norm_fork_fp8):
         leaves = [y.detach().clone().requires_grad_() for y in (*summands, projection.weight)]
         normed, total = fork(tuple(leaves[:count]))
         outs = [qkv_fp8(normed, Projection(leaves[-1], scale), positions, value, None, shape)
