@@ -70,7 +70,7 @@ class Sent:
 
 @pytest.fixture
 def sending(config, monkeypatch):
-    """A trainer that takes itself for rank 0 of 2, and the log of what it sends and of the stops it passes."""
+    """A trainer that takes itself for rank 0 of 2, and the log of what it sends and the stops it passes."""
     log: list[tuple] = []
 
     def start(kind: str):
