@@ -483,7 +483,7 @@ class GPT(nn.Module):
     def attend(self, i: int, stream: mlp.Residual, context: Context) -> Tensor:
         """The update (n, width) of layer i's attention, which reads the norm of `stream`."""
         config, layer, transit = self.config, self.config.layers[i], context.transit
-        x = stream.normed(self.ops.norm_fork)       # perhaps in FP8 alone; numbers to gate by: stream.summands
+        x = stream.normed(self.ops.norm_fork)       # It may exist in FP8 alone; gates read stream.summands.
         scale_qkv, scale_out = context.attention_scalars[i].unbind()
         if i not in transit.fp8_weights:
             transit.fp8_weights[i] = self.fp8_weights(i, scale_qkv)
@@ -1130,8 +1130,8 @@ def run(config: Config, world: World, started: float) -> Report:
         "preset": config.preset, "seed": config.seed, "target": config.target, "world_size": world.size,
         "attention": model.attention_backend, "attention_note": model.attention_note,
         "dtype": str(model.dtype), "fp8": bool(model.fp8), "fp8_parts": model.fp8,
-        "parameters": model.parameter_count(), "vocabulary": config.padded_vocab, "epochs": loader.epochs,
-        "candidates": loader.candidates, "shards": len(loader.text), "groups": rates(trainer.optimizer.groups)}
+        "parameters": model.parameter_count(), "vocabulary": config.padded_vocab, "shards": len(loader.text),
+        "epochs": loader.epochs, "candidates": loader.candidates, "groups": rates(trainer.optimizer.groups)}
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
