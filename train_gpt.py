@@ -458,7 +458,7 @@ class GPT(nn.Module):
         streams = [mlp.Residual(x, readers=self.readers[0])]    # streams[i] enters layer i, the last the head
         for i, scales in enumerate(self.residual_scalars.unbind()):
             transit.reach(f"layer {i}", streams[i].newest)
-            update = self.attend(i, streams[self.sources[i]].normed(ops.norm_fork), context)
+            update = self.attend(i, streams[self.sources[i]], context)
             stream, x = ops.mlp_input((*streams[i].summands, update), scales)
             update = self.feed_forward(i, x, transit)
             streams.append(mlp.Residual(stream, update, readers=self.readers[i + 1]))
@@ -480,9 +480,10 @@ class GPT(nn.Module):
         kernel = self.ops.lookup is embedding.lookup and torch.is_grad_enabled()
         return embedding.sort_beside(index) if kernel else embedding.unsorted(index)
 
-    def attend(self, i: int, x: Tensor | fp8.Quantized, context: Context) -> Tensor:
-        """The update (n, width) of layer i's attention, from a normed stream, perhaps there in FP8 alone."""
+    def attend(self, i: int, stream: mlp.Residual, context: Context) -> Tensor:
+        """The update (n, width) of layer i's attention, which reads the norm of `stream`."""
         config, layer, transit = self.config, self.config.layers[i], context.transit
+        x = stream.normed(self.ops.norm_fork)       # It may exist in FP8 alone; gates read stream.summands.
         scale_qkv, scale_out = context.attention_scalars[i].unbind()
         if i not in transit.fp8_weights:
             transit.fp8_weights[i] = self.fp8_weights(i, scale_qkv)
@@ -1129,9 +1130,8 @@ def run(config: Config, world: World, started: float) -> Report:
         "preset": config.preset, "seed": config.seed, "target": config.target, "world_size": world.size,
         "attention": model.attention_backend, "attention_note": model.attention_note,
         "dtype": str(model.dtype), "fp8": bool(model.fp8), "fp8_parts": model.fp8,
-        "parameters": model.parameter_count(),
-        "candidates": loader.candidates, "vocabulary": config.padded_vocab, "epochs": loader.epochs,
-        "shards": len(loader.text), "groups": rates(trainer.optimizer.groups)}
+        "parameters": model.parameter_count(), "vocabulary": config.padded_vocab, "shards": len(loader.text),
+        "epochs": loader.epochs, "candidates": loader.candidates, "groups": rates(trainer.optimizer.groups)}
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
