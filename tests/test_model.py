@@ -279,7 +279,6 @@ def test_a_cpu_runs_references_whatever_is_asked(config, reference, monkeypatch)
     assert names_of(ops) == IN_PYTORCH and parts == ()
 
 
-@pytest.mark.skipif(not ON_CPU, reason="of float32, which these kernels do not run on a GPU")
 @pytest.mark.parametrize("off", [name for name in KERNELS if KERNELS[name] != IN_PYTORCH[name]])
 def test_a_step_runs_without_each_kernel(config, off, pretend_gpu):
     """All others on, in FP8: what one operation hands on, the next one takes.
