@@ -4,8 +4,9 @@ Each kernel module ends with a function
 
     def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]
 
-`size` is "odd" (small shapes, most of them no multiple of a tile: for tests and compute-sanitizer) or "real" (the shapes of
-training: for the benchmark). `tests/kernels/checks.py` checks an example against float64, `kernels/bench` times it.
+`size` is "odd" (small shapes, most of them no multiple of a tile: for tests and compute-sanitizer) or "real"
+(the shapes of training: for the benchmark). `tests/kernels/checks.py` checks an example against float64, and
+`kernels/bench` times it.
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,17 +26,17 @@ class Example:
     flop: float = 0.0  # of the textbook's form
     bytes: float = 0.0  # the least that must cross memory
     rate: float = 1.0  # speed of the matrix units against bfloat16: 2 in FP8
-    baseline: Callable | None = None  # what the benchmark compiles and times beside the kernel, if not the reference
+    baseline: Callable | None = None  # what the benchmark times beside the kernel, if not the reference
     compile: bool = True  # False: the baseline is one library call, and compiling it changes nothing
-    exact: Callable | None = None  # the result in float64, if it is not the reference on float64 inputs
-    check_inputs: Callable[[], tuple] | None = None  # smaller inputs for the check, where float64 would not fit
+    exact: Callable | None = None  # the float64 result, if it is not the reference on float64 inputs
+    check_inputs: Callable[[], tuple] | None = None  # smaller inputs, where float64 would not fit
     slack: float = 1e-6  # what the kernel's relative error may exceed twice the reference's by
-    configs: tuple = ()  # values of the kernel's argument `tuned`, all of which tests check and `--sweep` times
-    wrap: Callable[[Callable], Callable] = lambda function: function  # makes of a function what is run: both ways, say
+    configs: tuple = ()  # values of the kernel's argument `tuned`; tests check all, `--sweep` times all
+    wrap: Callable[[Callable], Callable] = lambda function: function  # e.g. adds the backward pass
 
 
 def errors(example: Example) -> tuple[float, float]:
-    """The largest relative error (Frobenius norm, against float64) over the outputs: the kernel's and the reference's."""
+    """The largest error over the outputs, relative to float64, of the kernel and of the reference."""
     inputs = (example.check_inputs or example.inputs)()
     exact = (example.exact or example.wrap(example.reference))(*map(in_double, inputs))
     found = []

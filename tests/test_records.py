@@ -294,8 +294,8 @@ def test_differences_are_shown_where_they_begin(root):
     layers = [{"attention": True, "skip_from": None}] * 5
     add_second(root, devices=["NVIDIA H200"] * 8)
     a, b = load_all(root)
-    a.runs[0].header["config"]["layers"], b.runs[0].header["config"]["layers"] = layers, [*layers[1:],
-                                                                                          {"attention": False}]
+    a.runs[0].header["config"]["layers"] = layers
+    b.runs[0].header["config"]["layers"] = [*layers[1:], {"attention": False}]
     text = compare_text(compare(a.runs[:1], b.runs[:1]))
     assert "machine (4 × NVIDIA H200 / 8 × NVIDIA H200)" in text
     assert re.search(r"layers \(….*True.* / ….*False", text)

@@ -5,13 +5,13 @@ NorMuon updates the matrices of attention and MLP, in four steps:
 1. normuon.py: Nesterov momentum in float32.
 2. orthogonalize.py: the nearest orthogonal matrix to the momentum, by Newton–Schulz (Muon, Keller Jordan et
    al., https://kellerjordan.github.io/posts/muon/). coefficients.py derives its coefficients (Polar Express,
-   Amsel et al., arXiv 2505.16932), and symmetric.py has its matmuls. A diagonal scaling before it is the second
-   method, AOL (Prach and Lampert, arXiv 2208.03160; in Turbo-Muon, arXiv 2512.04632): with 4 steps of it a run
-   ends where it does with 5 plain ones.
-3. normuon.py again: each neuron's update divided by its running root mean square (NorMuon, Li et al., arXiv
-   2510.05491). It is worth 0.0153 of loss, or 2.6 of 34 seconds on four H200s.
-4. master_weight.py: the step on an exact float32 weight in two halves, with cautious weight decay (Chen et al.,
-   arXiv 2510.12402), which is worth nothing that one pair of runs can show.
+   Amsel et al., arXiv 2505.16932), and symmetric.py has its matmuls. A diagonal scaling before it is the
+   second method, AOL (Prach and Lampert, arXiv 2208.03160; in Turbo-Muon, arXiv 2512.04632): with 4 steps of
+   it a run ends where it does with 5 plain ones.
+3. normuon.py again: each neuron's update divided by its running root mean square (NorMuon, Li et al.,
+   arXiv 2510.05491). It is worth 0.0153 of loss, or 2.6 of 34 seconds on four H200s.
+4. master_weight.py: the step on an exact float32 weight in two halves, with cautious weight decay (Chen et
+   al., arXiv 2510.12402), which is worth nothing that one pair of runs can show.
 
 All other weights have Adam (adam.py), and the long n-gram table an Adam that touches only the rows that were
 read (sparse_adam.py). The worths are those of one pair of runs, seed 0

@@ -124,18 +124,20 @@ def row_adam(weight: Tensor, gradients: RowGradients, second: Tensor, last: Tens
     count.zero_()
 
 
-def _list_and_update(weight: Tensor, second: Tensor, last: Tensor, steps: Tensor, rule: Rule, index: Tensor,
-                     grad: Tensor, gradients: RowGradients, tuned: tuple[int, int] = CONFIGS[0]) -> Tensor:
+def _list_and_update(state: tuple[Tensor, ...], rule: Rule, index: Tensor, grad: Tensor,
+                     gradients: RowGradients, tuned: tuple[int, int] = CONFIGS[0]) -> Tensor:
     """What a step does: list the rows, copy their gradients to their places, and update."""
     gradients.grads.index_copy_(0, enlist(index.int(), gradients).long(), grad)
-    row_adam(weight, gradients, second, last, steps, rule, 0.95, tuned)
+    weight, *others = state
+    row_adam(weight, gradients, *others, rule, 0.95, tuned)
     return weight
 
 
-def _update_all(weight: Tensor, second: Tensor, last: Tensor, steps: Tensor, rule: Rule, index: Tensor,
-                grad: Tensor, gradients: RowGradients) -> Tensor:
+def _update_all(state: tuple[Tensor, ...], rule: Rule, index: Tensor, grad: Tensor,
+                gradients: RowGradients) -> Tensor:
+    weight, *others = state
     dense = torch.zeros_like(weight).index_copy_(0, index, grad)
-    row_adam_reference(weight, dense, second, last, steps, rule, 0.95)
+    row_adam_reference(weight, dense, *others, rule, 0.95)
     return weight
 
 
@@ -147,7 +149,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         second, last = torch.rand(rows, width // block, device=device), torch.zeros(rows, device=device)
         finite, lr, decay, steps = (torch.tensor(number, device=device) for number in (True, 0.01, 0.1, 9.0))
         rule = Rule(finite, lr, decay, cautious=True)
-        return weight, second, last, steps, rule, index, grad, no_gradients(weight, read)
+        return (weight, second, last, steps), rule, index, grad, no_gradients(weight, read)
 
     name = "Adam on the rows read, listed and with a copy of their gradients"
     real = ((377280, 100_000, 192, 1), (1509120, 100_000, 192, 1), (1509120, 400_000, 192, 1),

@@ -21,7 +21,7 @@ UPDATE = "update"  # the place after the backward pass
 class Traffic(NamedTuple):
     """What a group of parameters asks of the ranks."""
     group: str
-    rounds: list[str]  # What one collective takes is a round: its first use. A group without any sends nothing.
+    rounds: list[str]  # the first use of each round, which one collective takes; empty: sends nothing
     every_step: bool  # updated in every step, not only in those that update Adam's groups
     replicated: bool = False  # too small to share out: every rank makes the whole update
     tied_to: str | None = None  # until untied, the group whose weights it shares

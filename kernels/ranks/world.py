@@ -14,7 +14,7 @@ class RankError(Exception):
 
 
 class World:
-    """This process's rank, its device, and the collectives by which it speaks to the others, if there are any."""
+    """This process's rank, its device, and the collectives by which it speaks to the others."""
 
     def __init__(self):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -19,7 +19,7 @@ from records.tools.stats import SIGNIFICANCE
 MARKER = "records"
 HEAD = ["record", "date", "time (s)", "loss (nats/token)", "target", "n", "p", "machine", "preset", "by"]
 LEGEND = ("Mean ± standard deviation over n runs; p of the one-sided t-test of \"the mean loss is above the "
-          "target\" (n = 1 has none).")
+          "target\", for n > 1.")
 STYLE_SHEET = Path(__file__).with_name("page.css")
 
 
