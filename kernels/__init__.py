@@ -1,1 +1,1 @@
-"""Operations that the project exists for, one a file, each with a plain PyTorch twin."""
+"""A folder for each part of the model, and in it a file for each operation: README.md is the map."""

@@ -1,4 +1,5 @@
 """Effective TFLOP/s of the symmetric matmuls and of Newton–Schulz by the matrices' size, in an SVG."""
+import re
 from pathlib import Path
 
 from kernels.bench.results import MACHINE
@@ -52,6 +53,13 @@ def draw_panel(axis, rows: list[dict], curves: tuple[tuple[str, str, str, str], 
     axis.legend(frameon=False, loc="upper left")
 
 
+def save(figure, path: Path) -> None:
+    """Write an SVG with each path in one line: a thousand lines of numbers tell nobody anything."""
+    figure.savefig(path, metadata={"Date": None})
+    text = re.sub(r' d="[^"]*"', lambda match: match[0].replace(" \n", " ").replace("\n", " "), path.read_text())
+    path.write_text(text)
+
+
 def draw(rows: list[dict], path: Path) -> None:
     """Draw measured rows of symmetric.py and orthogonalize.py. Needs matplotlib."""
     import matplotlib
@@ -67,5 +75,5 @@ def draw(rows: list[dict], path: Path) -> None:
         right.set(title="Newton–Schulz (textbook FLOP of its own steps)")
         figure.suptitle("; ".join("{}, torch {}, triton {}, {}".format(*origin) for origin in origins))
         path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        save(figure, path)
     print(f"drew {path}")

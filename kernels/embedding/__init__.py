@@ -1,9 +1,10 @@
 """From token ids to the rows that enter the first layer, and every other look-up in a table of rows.
 
-In reading order: - `rows.py`: `lookup`, rows of a table by their numbers, and the order of these numbers that
-its gradient needs. - `row_sums.py`: that gradient. It sums what belongs to the same row and adds it to the
-rows that were read alone. - `smearing.py`: `smear`, which gives each token's embedding a gated share of the
-one before it.
+In reading order:
+
+- `rows.py`: `lookup`, rows of a table by their numbers, and the order of these numbers for its gradient.
+- `row_sums.py`: that gradient. It sums what belongs to one row and adds it to only the rows that were read.
+- `smearing.py`: `smear`, which gives each token's embedding a gated share of the one before it.
 
 The token embedding, the head's rows of a sampled softmax, the value embeddings and the n-gram table
 (`kernels/ngrams`) are all read by `lookup`.

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.bench.figure import save
 from kernels.lab.triples import sample_matrices
 from kernels.optimizer.coefficients import Triple, fit, lower_end, polar_error, polar_express
 from kernels.optimizer.orthogonalize import SAFETY, newton_schulz, newton_schulz_reference
@@ -201,7 +202,7 @@ def draw(report: dict, path: Path) -> None:
         figure.supylabel("relative distance to the polar factor", fontsize=9)
         figure.suptitle(f"newton_schulz on one {report['machine']}, {report['dtype']}, {report['date']}")
         path.parent.mkdir(exist_ok=True)
-        figure.savefig(path, metadata={"Date": None})
+        save(figure, path)
     print(f"drew {path}")
 
 

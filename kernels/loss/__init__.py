@@ -1,7 +1,9 @@
 """The head, and the loss that it is trained with.
 
-In reading order: - `head.py`: `head_loss`, the matmul with the head and the loss of the next one to three
-tokens, of all tokens of the vocabulary or of a weighted sample of them, the candidates (`among_candidates`).
+In reading order:
+
+- `head.py`: `head_loss`, the matmul with the head and the loss of the next one to three tokens, over the
+  vocabulary or over a weighted sample of it, the candidates (`among_candidates`).
 - `cross_entropy.py`: what stands between logits and loss, and the gradient of the logits, by Triton kernels.
 """
 from kernels.loss.head import among_candidates, head_loss, head_loss_reference, later_targets

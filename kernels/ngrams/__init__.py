@@ -1,10 +1,12 @@
 """The hashed table of n-grams: rows for the last 2, 3, 4 and 5 tokens, added to the values of single heads.
 
 Most of the model's parameters are here. README.md explains what the table is, costs and brings. In reading
-order: - `table.py`: `NGrams`, the model's module. It hashes n-grams to rows, looks them up, and sends them
-off. - `exchange.py`: every rank holds some columns of every row; an all-to-all makes rows whole. -
-`shared_gradient.py`: all layers add the same rows to their values. It sums the gradient over the layers,
-once. - `row_gradients.py`: the table's gradient, of the rows that were read alone.
+order:
+
+- `table.py`: `NGrams`, the model's module. It hashes n-grams to rows, looks them up and sends them off.
+- `exchange.py`: every rank holds some columns of every row; an all-to-all makes rows whole.
+- `shared_gradient.py`: all layers add the same rows to their values. It sums the gradient over the layers.
+- `row_gradients.py`: the table's gradient, of only the rows that were read.
 
 The update of these rows is `kernels/optimizer/sparse_adam.py`.
 """

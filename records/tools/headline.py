@@ -49,8 +49,10 @@ def draw_public(axes: Axes, name: str, color: str) -> None:
 
 
 def rounded(svg: str) -> str:
-    """The picture with paths to a hundredth of a point, finer than any screen."""
-    return re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
+    """The picture with paths to a hundredth of a point, finer than any screen, and each path in one line."""
+    def shortened(path: re.Match) -> str:
+        return re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace(" \n", " ").replace("\n", " ")
+    return re.sub(r' d="[^"]*"', shortened, svg)
 
 
 def draw(theme: str) -> Path:
