@@ -62,7 +62,10 @@ cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 
 # On a GPU the default is the speedrun on FineWeb: fetch it where there are no shards yet, unless other data is asked for.
-case " $*" in *" --preset"[=\ ]c*|*" --data_path"*|*" --help"*) ;; *)
+case " $*" in
+*" --help"*|*" --explain"*|*" --timetable"*) ranks=1 ;;     # They print something and train nothing.
+*" --preset"[=\ ]c*|*" --data_path"*) ;;
+*)
     shards=${DATA_PATH:-data/shards/fineweb}
     if [ "$gpus" -gt 0 ] && ! compgen -G "$shards/*train_*.bin" >/dev/null; then
         echo "run.sh: no shards in $shards: fetching FineWeb (to train on the embedded corpus instead: ./run.sh --preset cpu)" >&2
