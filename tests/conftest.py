@@ -56,6 +56,12 @@ def config(shards) -> train_gpt.Config:
     return replace(config, seed=3, attention="plain", compile=False)
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """Examples draw numbers when a file is imported: the same ones, whatever else is collected."""
+    if isinstance(collector, pytest.Module):
+        torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def poison(request):
     """For tests of kernels: one seed, and NaN in torch.empty, which shows what a kernel forgets to write."""

@@ -56,8 +56,9 @@ def draw_panel(axis, rows: list[dict], curves: tuple[tuple[str, str, str, str], 
 def save(figure, path: Path) -> None:
     """Write an SVG with each path in one line: a thousand lines of numbers tell nobody anything."""
     figure.savefig(path, metadata={"Date": None})
-    text = re.sub(r' d="[^"]*"', lambda match: match[0].replace(" \n", " ").replace("\n", " "), path.read_text())
-    path.write_text(text)
+    def joined(match: re.Match) -> str:
+        return match[0].replace(" \n", " ").replace("\n", " ")
+    path.write_text(re.sub(r' d="[^"]*"', joined, path.read_text()))
 
 
 def draw(rows: list[dict], path: Path) -> None:

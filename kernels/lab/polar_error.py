@@ -8,8 +8,7 @@ very same matrix in float64; if the matrix does not have full rank, it is the pa
 space is X's own. --real takes what kernels.lab.record_momentum saved. The interval of Polar Express that
 suits the spectra of these matrices best is then fitted and compared with the one in use.
 
-kernels/lab/polar_error.json is the run whose tables stand in kernels/README.md (`python -m kernels.bench
---write`).
+The tables of kernels/README.md are made of kernels/lab/polar_error.json (`python -m kernels.bench --write`).
 """
 import argparse
 import json

@@ -122,7 +122,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         return F.rms_norm(x, (width,)).to(dtype), (w_in * 0.02).to(dtype), (w_out * 0.02).to(dtype)
 
     real = ((16384, 768, 3072), (49152, 768, 3072))
-    for tokens, width, hidden in real if size == "real" else ((16, 16, 16), (144, 64, 96)):
+    for tokens, width, hidden in real if size == "real" else ((48, 16, 32), (144, 64, 96)):
         grad = torch.randn(tokens, width, device=device).to(dtype)
         yield Example(
             "MLP, both ways, FP8 with the weights' gradients (against bf16)",

@@ -36,7 +36,7 @@ def test_each_kernel_is_launched_and_what_is_not_finite_is_named(monkeypatch, ca
     assert stress.main(["--each"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("ok: kernels.optimizer.sparse_adam: Adam") == 1 + len(sparse_adam.CONFIGS)
-    found[0][1].kernel, found[0][1].configs = lambda weight, *_: weight * torch.nan, ()
+    found[0][1].kernel, found[0][1].configs = lambda state, *_: state[0] * torch.nan, ()
     assert stress.main(["--each"]) == 1
     assert capsys.readouterr().out.startswith("NOT FINITE: kernels.optimizer.sparse_adam")
 

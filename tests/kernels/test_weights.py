@@ -17,7 +17,7 @@ def test_as_exact_as_pytorch(example):
 def test_weights_have_the_bits_of_quantize_in_every_configuration(width, bad):
     """Weights of different lengths, one a slice of rows, one of them perhaps zero or NaN. Scales are near the
     reference's."""
-    weights = random(300, width + 16)[:, :width], random(1, width) * bad, random(70, width) * 1e3
+    weights = random(140, width + 16)[:, :width], random(1, width) * bad, random(70, width) * 1e3
     firsts = fp8_weights(weights)
     expected = [quantize(weight, ours.scale) for weight, ours in zip(weights, firsts, strict=True)]
     for ours, reference in zip(firsts, fp8_weights_reference(weights), strict=True):
