@@ -448,11 +448,11 @@ class GPT(nn.Module):
         by_token = self.sort(batch.tokens)
         rows = self.ngrams.index(ops.ngram_index, batch.tokens, positions.is_start)
         transit.reach("n-grams")
-        sent = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
+        in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
         transit.reach("embedding")
         smear_scale, backout_scale = self.scalars.unbind()
         scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
-        context = Context(batch, step, transit, positions, attention_scale, by_token, sent, scalars, gates)
+        context = Context(batch, step, transit, positions, attention_scale, by_token, in_flight, scalars, gates)
         x = ops.lookup(self.head if step.tied else self.embedding, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
         streams = [mlp.Residual(x, readers=self.readers[0])]    # streams[i] enters layer i, the last the head
@@ -487,16 +487,16 @@ class GPT(nn.Module):
         scale_qkv, scale_out = context.attention_scalars[i].unbind()
         if i not in transit.fp8_weights:
             transit.fp8_weights[i] = self.fp8_weights(i, scale_qkv)
-        sent, value = context.ngrams.values(i), None
-        if (v := self.value_index.get(i)) is not None:
-            rows = self.ops.lookup(self.value_tables[v], context.by_token)
-            value = attention.ValueRows(rows, context.value_gates[v])
+        ngram_values, value_rows = context.ngrams.values(i), None
+        if (place := self.value_index.get(i)) is not None:
+            rows = self.ops.lookup(self.value_tables[place], context.by_token)
+            value_rows = attention.ValueRows(rows, context.value_gates[place])
         grad = gradient_of(self.bank[i], transit.accumulate)
         (w_qkv, w_out), (grad_qkv, grad_out) = map(self.split_out, (self.bank[i], grad.buffer))
         projection = attention.Projection(
             w_qkv, scale_qkv, grad._replace(buffer=grad_qkv), transit.fp8_weights[i][0])
         shape = attention.HeadShape(config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
-        q, k, v = self.ops.qkv(x, projection, context.positions, value, sent, shape)
+        q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, ngram_values, shape)
         window = context.step.windows[layer.long_window] * config.window_block
         y = attention.ATTENTION[self.attention_backend](
             q, k, v, context.batch.cu_seqlens, context.batch.max_length, window, context.attention_scale)
@@ -519,8 +519,8 @@ class GPT(nn.Module):
             return self.ops.head_loss(x, self.head, batch.targets, is_start, weights, in_fp8,
                                       grad=gradient_of(self.head))
         head = self.ops.lookup(self.head, embedding.already_sorted(batch.candidates))
-        targets, times = loss.among_candidates(batch.targets, batch.candidates, len(self.head))
-        return self.ops.head_loss(x, head, targets, is_start, weights, in_fp8, times)
+        targets, counts = loss.among_candidates(batch.targets, batch.candidates, len(self.head))
+        return self.ops.head_loss(x, head, targets, is_start, weights, in_fp8, counts)
 
     def mlp_weights(self, i: int) -> tuple[Tensor, Tensor]:
         first = len(self.config.layers) + 2 * i
