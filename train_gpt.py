@@ -444,7 +444,7 @@ class GPT(nn.Module):
     def forward(self, batch: Batch, step: "Step", transit: Transit | None = None) -> tuple[Tensor, Tensor]:
         """The training loss and the next-token loss, summed over the batch's tokens, in nats (0-dim)."""
         ops, transit = self.ops, transit or Transit()
-        positions, attention_scale = self.positions(batch, step)
+        positions, scale = self.positions(batch, step)      # and attention's scale
         by_token = self.sort(batch.tokens)
         rows = self.ngrams.index(ops.ngram_index, batch.tokens, positions.is_start)
         transit.reach("n-grams")
@@ -452,7 +452,7 @@ class GPT(nn.Module):
         transit.reach("embedding")
         smear_scale, backout_scale = self.scalars.unbind()
         scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
-        context = Context(batch, step, transit, positions, attention_scale, by_token, in_flight, scalars, gates)
+        context = Context(batch, step, transit, positions, scale, by_token, in_flight, scalars, gates)
         x = ops.lookup(self.head if step.tied else self.embedding, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
         streams = [mlp.Residual(x, readers=self.readers[0])]    # streams[i] enters layer i, the last the head
