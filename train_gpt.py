@@ -16,7 +16,7 @@ How to read it:
     6. Clock       what is timed
     7. Training    one step, the warm-up, the timed loop, `main`
 
-Each folder of `kernels/` is a part of the model, where every Triton kernel has a reference in plain PyTorch.
+`kernels/` has a folder for each part of the model. Every Triton kernel has a reference in plain PyTorch.
 """
 import gc
 import os
@@ -61,8 +61,8 @@ ROOT = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer has besides attention and an MLP. Layer numbers stand nowhere else."""
-    long_window: bool = False       # Attention sees the long window; half of K is the token before's.
+    """What one layer has besides attention and an MLP. No other line names a layer."""
+    long_window: bool = False       # A long window; half of each key comes from the token before.
     value_embedding: bool = False   # A table with a row for each token is added to V, through a gate.
     kept: bool = False              # Later layers can read what leaves this layer.
     reads_kept: bool = False        # Attention reads the nearest kept output above, not the residual stream.
@@ -95,7 +95,7 @@ class Stage:
     sequence_length: int            # Longer documents are cut to this many tokens.
     windows: tuple[int, int]        # short and long attention window, in blocks of `window_block` tokens
     lr_scale: float                 # multiplies every learning rate
-    multi_token: tuple[tuple[float, float], ...]    # loss weights of the next tokens: at first, at last
+    multi_token: tuple[tuple[float, float], ...]    # loss weights of the next tokens: (first, last)
 
 
 SPEEDRUN_STAGES = (
@@ -108,7 +108,7 @@ SPEEDRUN_STAGES = (
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting. Each field is a flag, and so is each column of `stages` (`--lr_scale 0.7,1.0,1.25`).
+    """Every setting. Each field but `layers` is a flag; of `stages` each column is (`--lr_scale 0.7,1,1.25`).
 
     The comments say why an ingredient is there, whose idea it is, and its worth. @names and #numbers are
     authors and pull requests of the public speedrun (KellerJordan/modded-nanogpt). Worth is the loss by which
@@ -123,7 +123,7 @@ class Config:
     target: float = 3.28            # the validation loss that the run is after, in nats a token; for the log
 
     # ---- Data
-    data_path: str = ""             # folder of token shards; if empty $DATA_PATH, else the preset's folder
+    data_path: str = ""             # folder of token shards: the flag, else $DATA_PATH, else the preset's
     vocab_size: int = 50257         # The last token of the vocabulary starts every document.
     epochs: int = 1                 # how often a token may be seen; a schedule that needs more is refused
     # Sequences begin where documents do (@ClassicLarry #108). What a cut leaves over can be trained on as
@@ -132,8 +132,8 @@ class Config:
     micro_batches: int = 8          # Every step is packed as so many micro-batches, on any number of ranks.
 
     # ---- Model. It also has ReLU² (So et al., arXiv 2109.08668), QK-norm (arXiv 2010.04245), logits bounded
-    # by 23·sigmoid((z + 5)/7.5) (@ClassicLarry #181), MLP-out that starts at zero (@Grad62304977), and
-    # learned scalars on each sub-layer, which multiply weights, not activations (@roeeshenberg #166).
+    # by 23·sigmoid((z + 5)/7.5) (@ClassicLarry #181), MLP-out that starts at 0 (@Grad62304977), and learned
+    # scalars: on Q, K, V and O, multiplied into the weights (@roeeshenberg #166), and on the stream.
     layers: tuple[Layer, ...] = SPEEDRUN_LAYERS
     width: int = 768
     head_dim: int = 128             # channels of a head's value
@@ -150,14 +150,14 @@ class Config:
     # @ClassicLarry #201; Cheng et al., arXiv 2601.07372). B: 0.103, 30 s; 0.036 on genuine FineWeb.
     ngrams: tuple[int, ...] = (2, 3, 4, 5)
     ngram_rows: int = 67_108_864    # each as wide as a head; 0: no table
-    # A table with a row for each token is added to attention's values: its identity skips the layers below
+    # A table with a row for each token is added to attention's values: its identity skips the layers above
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
     gate_channels: int = 12         # A gate sees 12 channels of a token, or 6 of x and 6 of its value row.
     # Each embedding gets a gated share of the one before, which frees heads that only looked one token back
     # (@ClassicLarry #130). A: 0.004, 0.6 s.
     smear: bool = True
-    # In long windows the half of a key without position is the token before's. So one layer can find what
+    # With a long window a key's half without position comes from the token before: one layer can find what
     # followed a token last time, which is induction (@ClassicLarry #169). A: 0.008, 1.3 s.
     key_offset: bool = True
     # What an early layer wrote for later layers alone is subtracted before the head, by a learned share
@@ -185,13 +185,13 @@ class Config:
     softmax_samples: int = 8192     # 0: all tokens
 
     # ---- Optimizer. Muon (Jordan et al., kellerjordan.github.io/posts/muon) moves a matrix by the orthogonal
-    # matrix nearest to its momentum. bfloat16 weights keep the mantissa bits that they lose (@YouJiacheng).
+    # matrix nearest to its momentum. bfloat16 weights keep their lost mantissa bits, n-gram rows do not.
     muon_lr: float = 0.023
     muon_momentum: tuple[float, float] = (0.85, 0.95)
     momentum_warmup: int = 300      # steps from the first momentum to the second
     momentum_cooldown: int = 50     # steps back again, at the end (@ClassicLarry #136)
     muon_beta2: float = 0.9
-    muon_decay: float = 1.2         # times the squared learning rate
+    muon_decay: float = 1.2         # times muon_lr squared, and the matrix's multiplier
     polar_steps: int = 5            # of Newton-Schulz (Polar Express: Amsel et al., arXiv 2505.16932)
     aol: bool = False               # scales rows, saves a step (arXiv 2208.03160, arXiv 2512.04632). A: even.
     # NorMuon divides each neuron's update by its running size (Li et al., arXiv 2510.05491). A: 0.015, 2.6 s.
@@ -200,8 +200,8 @@ class Config:
     value_lr: float = 150.0         # of the value embeddings, times adam_lr
     ngram_lr: float = 75.0          # of the n-gram table, times adam_lr
     ngram_beta2: float = 0.99
-    ngram_block: int = 16           # neighbouring columns of an n-gram row that share a mean square: 0.005
-    adam_decay: float = 0.005       # times the squared learning rate
+    ngram_block: int = 16           # neighbouring columns of an n-gram row share a mean square; worth 0.005
+    adam_decay: float = 0.005       # times adam_lr squared, and the group's two multipliers
     # Weights decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154). A: even.
     cautious: bool = True
 
@@ -219,8 +219,8 @@ class Config:
     fp8: tuple[str, ...] = ("head", "attention", "mlp")
     reference: tuple[str, ...] = ()                 # fields of `Ops` that run their reference, or "all"
     compile: bool = True            # torch.compile of references, on GPUs
-    capture: bool = True            # Each kind of step is one CUDA graph. A: 13 ms for 37 in the first stage.
-    overlap: bool = True            # Collectives run under computation. A: 12.7 ms for 13.9.
+    capture: bool = True            # Each kind of step is one CUDA graph. A: at first 13 ms a step, not 37.
+    overlap: bool = True            # Collectives run under computation. A: 12.7 ms a step, not 13.9.
     peer_copies: bool = True        # Collectives are copies between GPUs that see each other; false: by NCCL.
     check_ranks: bool = False       # Compare the ranks' weights after every step, bit for bit; slow.
     write_log: bool = True          # Write a run folder under `records/runs`.
@@ -281,11 +281,11 @@ class Ops(NamedTuple):
     lookup: Callable                # rows of a table, whose gradient reaches only those rows
     smear: Callable                 # adds a share of the token before to each token's embedding
     ngram_index: Callable           # hashes the n-grams that end at each token
-    norm_fork: Callable             # the sum of a residual stream and its norm, for several readers
+    norm_fork: Callable             # sums a residual stream and norms it, for several readers
     qkv: Callable                   # queries, keys and values from the normed stream
     share_values: Callable          # n-gram rows for the values of all layers
-    mlp_input: Callable             # adds attention's update to the residual stream and norms it
-    feed_forward: Callable          # relu(x W_in)² W_out
+    mlp_input: Callable             # y = a (stream + update): gives c y and norm(y)
+    feed_forward: Callable          # relu(x W_inᵀ)² W_out
     before_head: Callable           # what the head sees
     head_loss: Callable             # the head, its softcap and the loss
     nesterov_momentum: Callable
@@ -315,7 +315,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
     torch._dynamo.config.recompile_limit = 64       # one for each kind of layer and each batch size
     ops = references(torch.compile) if config.compile else references()
     off = {*(Ops._fields if "all" in config.reference else config.reference)}
-    if off & {"qkv", "share_values"}:               # The kernels of both make the gradient of n-gram rows.
+    if off & {"qkv", "share_values"}:               # One kernel stores what the other one sums.
         off |= {"qkv", "share_values"}
     can = {"head": True, "attention": "qkv" not in off,
            "mlp": "feed_forward" not in off and mlp.has_feed_forward_fp8(device)}
@@ -327,7 +327,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
         kernels |= {"qkv": attention.qkv_fp8, "norm_fork": mlp.norm_fork_fp8}
     if "mlp" in parts:
         kernels |= {"feed_forward": mlp.feed_forward_fp8, "mlp_input": mlp.mlp_input_fp8}
-    if "lookup" in off:                             # No list of the rows that were read: see kernels/ngrams.
+    if "lookup" in off:                             # Only the kernel lists the rows that row_adam takes.
         del kernels["row_adam"]
     return ops._replace(**{name: kernel for name, kernel in kernels.items() if name not in off}), parts
 
@@ -342,7 +342,7 @@ class Transit:
 
     def __init__(self, optimizer: "Optimizer | None" = None):
         self.optimizer = optimizer  # None in validation: nobody waits for weights or sums gradients.
-        self.accumulate = True      # The first micro-batch writes gradients of matrices, later ones add.
+        self.accumulate = True      # Into a matrix's buffer the first micro-batch writes, later ones add.
         self.last = False           # the last micro-batch, after which gradients are complete
         self.fp8_weights: dict[int, tuple] = {}     # by layer: weights in FP8, which all micro-batches read
 
@@ -414,7 +414,7 @@ class GPT(nn.Module):
         self.ngrams = ngrams.NGrams(config.ngrams, config.ngram_rows, config.head_dim, last, collectives,
                                     self.dtype, device)
         self.attention_scalars = scalars(last, 2)                           # of Q, K and V, and of O
-        self.residual_scalars = scalars(last, 2)                            # of attention and of the MLP
+        self.residual_scalars = scalars(last, 2)                            # a and c of `mlp_input`
         self.scalars = scalars(2)                                           # of smear and of backout
         self.smear_gate = scalars(config.gate_channels) if config.smear else None
         self.value_gates = scalars(len(valued), config.heads, config.gate_channels)
@@ -483,7 +483,7 @@ class GPT(nn.Module):
     def attend(self, i: int, stream: mlp.Residual, context: Context) -> Tensor:
         """The update (n, width) of layer i's attention, which reads the norm of `stream`."""
         config, layer, transit = self.config, self.config.layers[i], context.transit
-        x = stream.normed(self.ops.norm_fork)       # It may exist in FP8 alone; gates read stream.summands.
+        x = stream.normed(self.ops.norm_fork)       # FP8 alone, perhaps: a new gate reads stream.summands.
         scale_qkv, scale_out = context.attention_scalars[i].unbind()
         if i not in transit.fp8_weights:
             transit.fp8_weights[i] = self.fp8_weights(i, scale_qkv)
@@ -669,7 +669,7 @@ class Shard:
 
 
 class Adam(Shard):
-    """Adam, of which every rank updates an equal part of each parameter."""
+    """Adam. Every rank updates an equal part of each parameter, or all of a replicated one."""
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
         weight = updates.Master(self.weight, self.mantissa_bits)
@@ -738,10 +738,10 @@ class Optimizer:
 
     1. In the forward pass of the first micro-batch `weights_needed` gathers what the step before updated.
     2. In the backward pass of the last one `gradients_complete` starts the sums of complete gradients.
-    3. `step` waits for the sums and updates each group on a CUDA stream of its own, for none fills a GPU.
+    3. `step` waits for the sums and updates each group on a CUDA stream of its own, since none fills a GPU.
 
     So a rank's weights are whole from the end of a forward pass, or from `gather`, until the next update.
-    No algorithm sees the scale of the gradient, so the loss is summed over tokens and nothing is divided.
+    A constant factor of the gradient cancels, so the loss is summed over tokens and nothing is divided.
     """
 
     def __init__(self, model: GPT, config: Config, world: World):
@@ -789,7 +789,7 @@ class Optimizer:
     @torch.no_grad()
     def gather(self) -> None:
         """Make this rank's copy of all weights whole."""
-        table = timetable(self.traffic, len(self.config.layers), self.tied, True, False)
+        table = timetable(self.traffic, len(self.config.layers), self.tied, True, False)    # all weights
         for work in [self.start_gather(transfer) for transfer in table.gathers]:
             wait(work)
 
@@ -809,7 +809,7 @@ class Optimizer:
 
     @torch.no_grad()
     def check_finite(self, loss: Tensor) -> None:
-        """From the first `loss` (0-dim, the same on all ranks) that is not finite nothing is updated."""
+        """Once a `loss` (0-dim, the same on all ranks) is not finite, nothing is updated any more."""
         self.finite &= loss.isfinite()
 
     @torch.no_grad()
@@ -819,7 +819,7 @@ class Optimizer:
         for name in self.updates:
             shard = self.shards[name]
             works = self.sums.get(SMALL if shard.group.replicated else name, [])
-            # Sums are of complete gradients and need the loss alone; others need the whole backward pass.
+            # After a sum only the check of the loss is awaited; without one, the whole backward pass.
             summed = bool(works) and self.world.size > 1
             with beside(self.streams.get(name), behind=self.loss_stream if summed else None):
                 for work in works:
@@ -1020,7 +1020,7 @@ class Trainer:
         """
         if not step.tied:
             self.optimizer.untie()
-        # What differs between steps of one kind are numbers on the device, where a captured step reads them.
+        # Steps of one kind differ in these numbers, which a captured step reads on the device.
         numbers = [(self.optimizer.lr, step.lr), (self.optimizer.momentum_beta, step.momentum)]
         for number, value in (*numbers, *zip(self.model.loss_weights, step.multi_token)):
             number.fill_(value)
@@ -1075,7 +1075,7 @@ class Trainer:
     def warm_up(self) -> None:
         """Run every kind of step and of validation once, then put everything back as it was."""
         snapshot, kinds = self.optimizer.snapshot(), list(self.schedule.kinds().values())
-        # Batches come as in the run, or their thread would first start on the clock: 0.4 s on four GPUs.
+        # Batches come as in the run, so that the costs of first use are off the clock: 0.4 s on four GPUs.
         for step, batches in zip(kinds, self.loader.prefetch([step.index for step in kinds])):
             self.step(step, batches)
             if self.config.capture and self.world.device.type == "cuda":
@@ -1153,15 +1153,15 @@ def run(config: Config, world: World, started: float) -> Report:
 
 def explain(config: Config, ranks: int, timetables: bool) -> None:
     """Print the timetable of every kind of step, or the groups' rates, from the model's shapes alone."""
-    groups = parameter_groups(GPT(config, torch.device("meta"), Collectives(ranks)), config)
-    traffic = [group.traffic(ranks) for group in groups]
+    shared = Collectives(ranks if timetables else 1)
+    groups = parameter_groups(GPT(config, torch.device("meta"), shared), config)
     if not timetables:
-        print(rates_text(rates(groups)))
-        return
+        return print(rates_text(rates(groups)))
+    traffic = [group.traffic(ranks) for group in groups]
     for step in Schedule(config).kinds().values():
-        marks = ", ".join(name for name in ("tied", "adam_updated", "update_adam") if getattr(step, name))
-        print(f"\nSteps from {step.index} on, {step.batch_tokens:,} tokens, {ranks} ranks: {marks}\n")
-        table = timetable(traffic, len(config.layers), step.tied, step.adam_updated, step.update_adam)
+        print(f"\nSteps from {step.index} on, {ranks} ranks, tied {step.tied}, Adam {step.update_adam}\n")
+        table = timetable(traffic, len(config.layers), step.tied, step.adam_updated,
+                          step.update_adam, config.overlap)
         print(timetable_text(table, len(config.layers)))
 
 
@@ -1177,7 +1177,7 @@ def main(argv: list[str] | None = None) -> int:
         world = World()
         for i in range(config.runs):
             run(replace(config, seed=config.seed + i), world, time.time() if i else PROCESS_START)
-            gc.collect()            # Graphs hold memory, and circles refer to it.
+            gc.collect()            # Graphs hold memory until circles are collected.
         world.close()
         return 0
     except (UserError, RankError, ShardError, LogError, Diverged) as error:

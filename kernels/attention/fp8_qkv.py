@@ -139,7 +139,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
     else:
         sizes = [HeadInputs(n, heads, qk_dim, head_dim, device, dtype, True, value, ngrams)
                  for n, heads, qk_dim, head_dim, value, ngrams in (
-                     (144, 2, 32, 32, False, 0), (112, 2, 16, 32, True, 0), (48, 3, 32, 16, True, 2),
+                     (80, 2, 32, 32, False, 0), (112, 2, 16, 32, True, 0), (48, 3, 32, 16, True, 2),
                      (16, 1, 16, 16, False, 1))]
     for inputs in sizes:
         n = inputs.tokens
@@ -175,7 +175,7 @@ def gradient_examples(size: str, device: torch.device, dtype: torch.dtype) -> It
                  for qk_dim, n in ((128, 16384), (128, 49152), (64, 49152))]
     else:
         sizes = [HeadInputs(n, heads, *dims, device, dtype, key_offset, starts=(0, 7, 8, 20))
-                 for n, heads, dims in ((16, 1, (16, 16)), (144, 3, (16, 32)), (48, 2, (32, 16)))
+                 for n, heads, dims in ((16, 1, (16, 16)), (80, 3, (16, 32)), (48, 2, (32, 16)))
                  for key_offset in (False, True)]
     slack = 0.15 if device.type == "cpu" else 1e-6  # the interpreter truncates
     for inputs in sizes:

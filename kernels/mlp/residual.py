@@ -40,7 +40,7 @@ def mlp_input_reference(summands: Summands, scales: Tensor) -> tuple[Tensor, Ten
 
 
 def before_head(last: Summands, kept: Summands | None, backout: Tensor) -> Tensor:
-    """What the head reads (n, width): the normed stream, less a learned share of a kept layer's output.
+    """What the head reads (n, width): the norm of the stream less a learned share of an earlier one.
 
     `kept` is None where nothing is subtracted; `backout` is 0-dim float32.
     """

@@ -1,7 +1,7 @@
 """Which collective of a training step starts where, and where it is waited for: communication as data.
 
 A step's forward pass has stops: "n-grams", "embedding", "layer 0", "layer 1", …, "head". Its backward pass
-comes by them in reverse. One function makes a list of transfers from what the groups of parameters send, the
+comes by them in reverse. One function makes lists of transfers from what the groups of parameters send, on so
 kind of step and the number of ranks. `Optimizer` in train_gpt.py walks that list with two pointers, and
 `python train_gpt.py --timetable 4` prints it. tests/test_timetable.py pins it for 1, 2, 4 and 8 ranks and
 compares it with what a step really sends.

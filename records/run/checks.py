@@ -34,6 +34,9 @@ def check_schedule(config) -> None:
     if config.steps < stages or config.extra_steps < 0:
         raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for "
                         f"each of {stages} stages")
+    for name in ("momentum_warmup", "momentum_cooldown"):
+        if getattr(config, name) < 1:
+            raise UserError(f"--{name} {getattr(config, name)}: at least 1 step")
     if config.softmax_samples < 0:
         raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, 0 for all")
 

@@ -4,23 +4,25 @@
 def rates(groups) -> list[dict[str, object]]:
     """What each group's learning rate and decay come to in a step whose multiplier is 1, for a log's header.
 
-    decay: the share of a weight that an update removes.
+    decays: the share of a weight that an update removes. Matrices may differ, as their rates do.
     """
     return [{"group": group.name, "algorithm": group.algorithm.__name__, "tensors": len(group.params),
              "numbers": sum(p.numel() for p in group.params),
              "learning_rates": sorted({group.lr * scale for scale in group.matrix_lr or [1.0]}),
-             "decay": group.lr * group.decay, "betas": group.betas} for group in groups]
+             "decays": sorted({group.lr * scale * group.decay for scale in group.matrix_lr or [1.0]}),
+             "betas": group.betas} for group in groups]
 
 
 def rates_text(rows: list[dict]) -> str:
     """The rates as a table for a person."""
     lines = [f"{'group':17} {'algorithm':9} {'tensors':>7} {'numbers':>15}  {'learning rate':15} "
-             f"{'decay':>8}  betas"]
+             f"{'decay':19}  betas"]
     for row in rows:
         learning = " / ".join(f"{rate:.3g}" for rate in row["learning_rates"])
+        decays = " / ".join(f"{decay:.2g}" for decay in row["decays"])
         betas = ", ".join(f"{beta:g}" for beta in row["betas"])
         lines.append(f"{row['group']:17} {row['algorithm']:9} {row['tensors']:7} {row['numbers']:15,}  "
-                     f"{learning:15} {row['decay']:8.2g}  {betas}")
+                     f"{learning:15} {decays:19}  {betas}")
     return "\n".join(lines)
 
 

@@ -69,7 +69,7 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", help=f"one of {', '.join(presets)}", default=default)
     parser.add_argument("--timetable", metavar="RANKS", nargs="?", const="0",
-                        help="print when a step communicates on so many ranks (default: those that run), "
+                        help="print when a step communicates on so many ranks (default: as micro-batches), "
                              "then end")
     parser.add_argument("--explain", action="store_true", help="print what the settings amount to, then end")
     for name, value in settings.items():

@@ -6,7 +6,7 @@ from checks import DEVICE, DTYPE, assert_as_exact_as_pytorch, check, random
 from kernels.embedding import smear, smear_reference
 from kernels.embedding.smearing import BACKWARD_CONFIGS, CONFIGS, examples, smear_backward, smear_forward
 
-MANY = 1040 if DEVICE.type == "cuda" else 144  # tokens, of any tile more than one and no multiple
+MANY = 1040 if DEVICE.type == "cuda" else 75  # tokens, of any tile more than one and no multiple
 
 
 @pytest.mark.parametrize("example", [*examples("odd", DEVICE, DTYPE)], ids=lambda e: f"{e.name}, {e.shape}")
