@@ -574,6 +574,10 @@ class Group:
         sent = zip(self.params, self.stops, strict=True) if self.algorithm is Adam else ()
         return [([p], stop, round_up(p.numel(), 16 * ranks)) for p, stop in sent]   # Parts are aligned.
 
+    def rule(self, finite: Tensor, lr: Tensor, cautious: bool) -> updates.Rule:
+        """How a step moves these weights. `lr` is `Step.lr`."""
+        return updates.Rule(finite, lr * self.lr, lr * self.decay, cautious)
+
     def traffic(self, ranks: int) -> Traffic:
         stops = [stop for _, stop, _ in self.rounds(ranks)]
         return Traffic(self.name, stops, self.algorithm is NorMuon, self.replicated, self.tied_to)
@@ -657,10 +661,6 @@ class Shard:
         self.second = torch.zeros_like(self.weight[..., :1] if unit else self.weight, dtype=torch.float32)
         self.steps = torch.zeros((), device=first.device)
 
-    def rule(self, finite: Tensor, lr: Tensor) -> updates.Rule:
-        """How a step moves a weight."""
-        return updates.Rule(finite, lr * self.group.lr, lr * self.group.decay, self.config.cautious)
-
     def state(self) -> list[Tensor]:
         """All that a step changes."""
         own = [self.weight] if self.weight is not self.weights else []
@@ -673,8 +673,8 @@ class Adam(Shard):
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
         weight = updates.Master(self.weight, self.mantissa_bits)
-        ops.adam_update(weight, self.grad, self.momentum, self.second, self.steps, self.rule(finite, lr),
-                        self.group.betas)
+        rule, state = self.group.rule(finite, lr, self.config.cautious), (self.momentum, self.second, self.steps)
+        ops.adam_update(weight, self.grad, *state, rule, self.group.betas)
         self.grads.zero_()
 
 
@@ -698,12 +698,12 @@ class NorMuon(Shard):
                                         (self.weight, self.mantissa_bits, self.grad, self.momentum))
         direction = ops.nesterov_momentum(grad, momentum, momentum_beta, finite)
         direction = ops.newton_schulz(direction, self.triples, self.normalisation)
-        rule = self.rule(finite, lr)
+        rule = self.group.rule(finite, lr, self.config.cautious)
         rule = rule._replace(lr=rule.lr * self.matrix_lr)
         second = self.second.view(-1, self.shape[1], 1)
         ops.neuron_update(updates.Master(weight, bits), direction, second, rule, self.group.betas[1],
                           self.config.neuron_norm)
-        self.grads.zero_()
+        self.grads.zero_()      # Autograd, in a reference, only adds.
 
 
 class RowAdam:
@@ -719,7 +719,7 @@ class RowAdam:
         self.table = model.ngrams.optimizer_state(config.ngram_block, most if by_row else None)
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
-        rule = updates.Rule(finite, lr * self.group.lr, lr * self.group.decay, self.config.cautious)
+        rule = self.group.rule(finite, lr, self.config.cautious)
         ops.row_adam(*self.table, rule, self.group.betas[1])
 
     def state(self) -> list[Tensor]:

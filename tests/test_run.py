@@ -291,3 +291,16 @@ def test_no_setting_is_one_of_the_launchers():
     options = [option for action in get_args_parser()._actions for option in action.option_strings]
     names = [*settings.defaults(train_gpt.SPEEDRUN), "preset", "timetable", "explain"]
     assert not [name for name in names if any(option.startswith(f"--{name}") for option in options)]
+
+
+def test_a_preset_from_outside_the_program_trains(tmp_path, shards):
+    """`records.recipes.medium`, 16 layers deep, at a tiny width on bytes."""
+    arguments = [*TINY, "--vocab_size", "257", "--batch_tokens", "256,512,768", "--micro_batches", "2",
+                 "--softmax_samples", "0", "--ngrams", "2,3", "--ngram_block", "16"]
+    result = subprocess.run([sys.executable, "-m", "records.recipes.medium", *arguments], cwd=ROOT, timeout=200,
+                            env=environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)),
+                            capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    header, *events = read_log(tmp_path)
+    assert header["preset"] == "medium" and len(header["config"]["layers"]) == 16
+    assert events[-1]["kind"] == "summary" and events[-1]["steps"] == 8
