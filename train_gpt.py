@@ -673,8 +673,8 @@ class Adam(Shard):
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
         weight = updates.Master(self.weight, self.mantissa_bits)
-        rule, state = self.group.rule(finite, lr, self.config.cautious), (self.momentum, self.second, self.steps)
-        ops.adam_update(weight, self.grad, *state, rule, self.group.betas)
+        rule = self.group.rule(finite, lr, self.config.cautious)
+        ops.adam_update(weight, self.grad, self.momentum, self.second, self.steps, rule, self.group.betas)
         self.grads.zero_()
 
 
