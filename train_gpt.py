@@ -13,8 +13,7 @@ How to read it:
     3. Model       `GPT.forward` is the model; the methods below it are its parts
     4. Optimizer   which parameter gets which algorithm and rates; the step and its collectives
     5. Schedule    what changes from step to step
-    6. Clock       what is timed
-    7. Training    one step, the warm-up, the timed loop, `main`
+    6. Training    one step, the warm-up, the timed loop, `main` (the clock: records/run/clock.py)
 
 `kernels/` has a folder for each part of the model. Every Triton kernel has a reference in plain PyTorch.
 """
@@ -24,7 +23,6 @@ import signal
 import sys
 import time
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -48,10 +46,11 @@ from kernels.ranks.world import RankError, World
 from kernels.streams import beside, side_stream
 from records.run import settings
 from records.run.checks import check_config, check_machine
+from records.run.clock import Clock
 from records.run.explain import announcement, flops_per_token, rates, rates_text
 from records.run.log import LogError, RunLog, save_weights
 from records.run.machine import device_name, machine_facts
-from records.run.progress import Diverged, Lap, Report, StepFacts, summarise
+from records.run.progress import Diverged, Report, StepFacts, summarise
 from records.run.settings import UserError
 
 ROOT = Path(__file__).resolve().parent
@@ -925,70 +924,7 @@ class Schedule:
         return first
 
 
-# ========== 6. Clock =================================================================================
-
-class Clock:
-    """The timed region: every training step and all it needs, without validation.
-
-    A lap is one step. Laps are CUDA events on a GPU, so that they do not stall it, and seconds without one.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device, self.seconds, self.since, self.last_mark = device, 0.0, None, None
-
-    def now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def mark(self) -> object:
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self) -> None:
-        self.since, self.last_mark = self.now(), self.mark()
-
-    def stop(self) -> None:
-        self.seconds, self.since = self.elapsed(), None
-
-    def elapsed(self) -> float:
-        """Timed seconds so far. Waits for the GPU."""
-        return self.seconds + (self.now() - self.since if self.since is not None else 0.0)
-
-    def lap(self) -> Lap:
-        lap = Lap(self.last_mark, self.mark())
-        self.last_mark = lap.end
-        return lap
-
-    @contextmanager
-    def running(self, barrier: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Time what is inside, where no garbage collection happens: one stalls a step by up to half a second.
-
-        `barrier` returns once every rank is here. Without it the first step would wait for the slowest rank.
-        """
-        gc.collect()
-        gc.freeze()
-        gc.disable()
-        try:
-            barrier()
-            self.start()
-            yield
-            self.stop()
-        finally:
-            gc.enable()
-            gc.unfreeze()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self.stop()
-        yield
-        self.start()
-
-
-# ========== 7. Training ==============================================================================
+# ========== 6. Training ==============================================================================
 
 class Trainer:
     """Model, optimizer and data; the one step function, of warm-up and run; and the one validation."""

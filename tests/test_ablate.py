@@ -114,9 +114,9 @@ def test_another_checkout_is_timed_by_its_own_tool(shards, tmp_path):
     ignored = shutil.ignore_patterns(".*", "__pycache__", "shards", "tests", "20*", "runs")
     shutil.copytree(ROOT, other, ignore=ignored)
     (other / "records/tools/ablate.py").rename(other / "records/ablate.py")
-    progress = other / "records/run/progress.py"
+    clock = other / "records/run/clock.py"
     slower = "    def ms(self):\n        return 9000.0\n\n    def real_ms(self)"
-    progress.write_text(progress.read_text().replace("    def ms(self)", slower))
+    clock.write_text(clock.read_text().replace("    def ms(self)", slower))
     timed = against.time_checkout(other, [*SMALL, "--data_path", str(shards)], 2)
     assert timed.ms == {"256": 9000.0, "512": 9000.0, "768": 9000.0} and timed.startup_s > 0
 

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from train_gpt import Clock
+from records.run.clock import Clock
 
 
 def test_the_clock_starts_when_every_rank_is_there():

@@ -2,13 +2,14 @@
 import math
 import os
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from records.run.clock import Clock, Lap
 from records.run.log import RunLog
 from records.run.machine import peak_flops
 
@@ -25,29 +26,6 @@ class StepFacts(NamedTuple):
     lr: float                   # the multiplier of every group's learning rate
     momentum: float
     windows: tuple[int, int]    # short and long, in blocks
-
-
-class Lap(NamedTuple):
-    """One step on the clock: its beginning and end, CUDA events on a GPU, seconds without one."""
-    begin: object
-    end: object
-
-    def ready(self) -> bool:
-        """Whether the device has come to its end."""
-        return isinstance(self.end, float) or self.end.query()
-
-    def ms(self) -> float:
-        """Its milliseconds, once it is ready."""
-        if isinstance(self.end, float):
-            return (self.end - self.begin) * 1e3
-        return self.begin.elapsed_time(self.end)
-
-
-class Clock(Protocol):
-    """What the report needs of the run's clock."""
-    seconds: float
-
-    def lap(self) -> Lap: ...
 
 
 class Report:

@@ -31,6 +31,7 @@ import torch
 import train_gpt
 from data.loader import to_device
 from data.shards import ShardError
+from records.run.clock import Clock
 from records.run.log import LogError
 from records.run.progress import Diverged
 from records.run.settings import UserError, change, defaults, split_values
@@ -70,7 +71,7 @@ def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
     for pair in pairs_of_stages(trainer.schedule):
         batches = [[to_device(batch, device) for batch in trainer.loader.batches(step.index)]
                    for step in pair]
-        clock, laps = train_gpt.Clock(device), []
+        clock, laps = Clock(device), []
         for i in range(4 + steps):
             if i == 4:
                 trainer.world.barrier()
