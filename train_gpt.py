@@ -1012,7 +1012,8 @@ class Trainer:
         """Run every kind of step and of validation once, then put everything back as it was."""
         snapshot, kinds = self.optimizer.snapshot(), list(self.schedule.kinds().values())
         # Batches come as in the run, so that the costs of first use are off the clock: 0.4 s on four GPUs.
-        for step, batches in zip(kinds, self.loader.prefetch([step.index for step in kinds])):
+        rehearsal = self.loader.rehearsal([step.shape for step in kinds])
+        for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
             self.step(step, batches)
             if self.config.capture and self.world.device.type == "cuda":
                 self.capture(step, batches)
@@ -1066,7 +1067,7 @@ def run(config: Config, world: World, started: float) -> Report:
         "preset": config.preset, "seed": config.seed, "target": config.target, "world_size": world.size,
         "attention": model.attention_backend, "attention_note": model.attention_note,
         "dtype": str(model.dtype), "fp8": bool(model.fp8), "fp8_parts": model.fp8,
-        "parameters": model.parameter_count(), "vocabulary": config.padded_vocab, "shards": len(loader.text),
+        "parameters": model.parameter_count(), "vocabulary": config.padded_vocab, "shards": len(loader.plan.text),
         "epochs": loader.epochs, "candidates": loader.candidates, "groups": rates(trainer.optimizer.groups)}
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,

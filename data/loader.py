@@ -1,10 +1,10 @@
-"""Batches: which sequences each step trains on, planned before the run, and the validation text in chunks."""
+"""Batches: which sequences each step trains on, planned a little ahead, and the validation text in chunks."""
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from data.packing import ShardedText, cut_documents, pack, round_up, sample_cand
 from data.shards import ShardError, document_starts, open_shard, shards_in
 
 AHEAD = 4           # steps whose batches are made before they are asked for
+MEASURED = 64       # steps of validation text that the bounds of a batch are taken from
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
 
 
@@ -55,33 +56,34 @@ Span = tuple[int, int, int, int]
 Sequence = tuple[np.ndarray, int, int]      # a shard's tokens, where in them the sequence starts, its length
 
 
-class Loader:
-    """Training batches as a function of the step's number alone, on any number of ranks and for any timing.
+class Bounds(NamedTuple):
+    """Sizes of a micro-batch that hold for a whole stage, so that a captured step fits all of its steps."""
+    sequences: int              # A micro-batch with more of them ends early.
+    candidates: int             # of a sampled softmax; 0: all tokens
+
+
+class Plan:
+    """Which sequences each step trains on: a function of the step's number, made as far as it is asked for.
 
     Sequences begin where documents do, are cut to the step's length and packed end to end into micro-batches
     of fixed size, in the order of the shards. The last sequence of a micro-batch is cut to fit. What it
-    leaves over is dropped or, with `keep_tails`, begins the next micro-batch, so that no token is lost. The
-    whole plan, which sequences go where, is made before the run. So too little data is an error then, the
-    number of sequences in a batch has an exact bound, and the position in the data needs no saving. Only the
-    sample of a sampled softmax depends on the seed as well.
+    leaves over is dropped or, with `keep_tails`, begins the next micro-batch, so that no token is lost.
     """
 
-    def __init__(self, settings: TextSettings, shapes: Seq[StepShape], rank: int, ranks: int,
-                 device: torch.device):
-        """`shapes`: of every step of the run.
-
-        Raises ShardError where the shards are bad or last for fewer steps.
-        """
-        self.settings, self.shapes, self.rank, self.ranks, self.device = settings, shapes, rank, ranks, device
-        self.text = ShardedText(shards_in(settings.folder, "train"), settings.vocab_size,
+    def __init__(self, settings: TextSettings, shapes: Seq[StepShape], split: str,
+                 bounds: dict[int, Bounds] | None = None):
+        self.settings, self.shapes, self.bounds = settings, shapes, bounds or {}
+        self.text = ShardedText(shards_in(settings.folder, split), settings.vocab_size,
                                 settings.document_start, settings.keep_tails)
-        self.plan = [list(step) for step in self.make_plan()]
-        # Sequences in a micro-batch, by tokens of the step.
-        self.most: dict[int, int] = {}
-        for shape, micro_batches in zip(shapes, self.plan):
-            counts = (sum(last - first for _, first, last, _ in spans) for spans in micro_batches)
-            self.most[shape.tokens] = max(self.most.get(shape.tokens, 0), *counts)
-        self.candidates = self.count_candidates()           # of a micro-batch, by tokens of the step
+        self.steps: list[list[list[Span]]] = []         # of each step, of each micro-batch
+        self.planner = self.make()
+
+    def of(self, index: int) -> list[list[Span]]:
+        """The spans of each micro-batch of the step `index`."""
+        # Shards are planned well before they are needed, so that too little text is noticed early.
+        while len(self.steps) <= min(4 * index + AHEAD, len(self.shapes) - 1):
+            self.steps.append(next(self.planner))
+        return self.steps[index]
 
     def sequences(self, spans: list[Span], cut: int) -> Iterator[Sequence]:
         """The sequences of a micro-batch, whose documents are cut at `cut` tokens."""
@@ -93,37 +95,15 @@ class Loader:
                 yield tokens, start + gone, length - gone
                 gone = 0
 
-    def count_candidates(self) -> dict[int, int]:
-        """How many candidates hold the targets of every micro-batch and the sample, by tokens of the step.
-
-        One number for a whole stage keeps its shapes fixed. The targets of what is cut off the last sequence
-        count as well. 190 M tokens take about half a second.
-        """
-        settings, candidates = self.settings, {}
-        for shape, micro_batches in zip(self.shapes, self.plan):
-            for spans in micro_batches if shape.sampled else ():
-                different = np.zeros(settings.padded_vocab, bool)
-                different[settings.document_start] = True           # the target of a shard's last token
-                sequences = self.sequences(spans, shape.sequence_length)
-                following = [text[start + 1:start + 1 + length] for text, start, length in sequences]
-                different[np.concatenate(following, dtype=np.intp)] = True
-                wanted = round_up(int(np.count_nonzero(different)) + settings.softmax_samples, 256)
-                wanted = min(wanted, settings.padded_vocab)
-                candidates[shape.tokens] = max(candidates.get(shape.tokens, 0), wanted)
-        return candidates
-
-    def candidates_of(self, shape: StepShape) -> int | None:
-        """For how many tokens a micro-batch of this step computes logits; None: for all."""
-        return self.candidates.get(shape.tokens) if shape.sampled else None
-
-    def make_plan(self) -> Iterator[list[list[Span]]]:
+    def make(self) -> Iterator[list[list[Span]]]:
         """The spans of each micro-batch of each step, in order. ShardError if the text ends too soon."""
         shard, position, epoch, keep = 0, 0, 0, self.settings.keep_tails
         for index, shape in enumerate(self.shapes):
             micro_batches = []
             for _ in range(self.settings.micro_batches):
                 spans, missing = [], shape.tokens // self.settings.micro_batches
-                while missing > 0:
+                room = self.bounds[shape.tokens].sequences if self.bounds else missing
+                while missing > 0 and room > 0:
                     starts, before = self.text.sequences(shard, shape.sequence_length)
                     first = int(np.searchsorted(starts, position))
                     # The position may lie inside a sequence: of one that the last micro-batch cut, or of one
@@ -137,26 +117,91 @@ class Loader:
                             raise ShardError(self.too_few(index))
                         continue
                     gone = max(position - int(starts[first]), 0)
-                    last = min(int(np.searchsorted(before, before[first] + gone + missing)), len(starts))
+                    last = int(np.searchsorted(before, before[first] + gone + missing))
+                    last = min(last, len(starts), first + room)
                     over = max(int(before[last] - before[first]) - gone - missing, 0)
                     missing -= int(before[last] - before[first]) - gone - over
+                    room -= last - first
                     position = int(starts[last]) if last < len(starts) else len(self.text.tokens(shard))
                     position -= over if keep else 0
                     spans.append((shard, first, last, gone))
                 micro_batches.append(spans)
             yield micro_batches
-        # How many epochs the whole plan takes, in shards read of all shards.
-        self.epochs = epoch + (shard + position / len(self.text.tokens(shard))) / len(self.text)
 
     def too_few(self, index: int) -> str:
         """The message where the text ends in the step `index`."""
-        total = sum(len(self.text.tokens(i)) for i in range(len(self.text)))
-        wanted = [shape.tokens for shape in self.shapes]
+        wanted, total, folder = [shape.tokens for shape in self.shapes], self.text.size(), self.settings.folder
         lasted = sum(wanted[:index]) or total * self.settings.epochs
-        return (f"{self.settings.folder}: {len(self.text)} training shards with {total:,} tokens last for "
+        return (f"{folder}: {len(self.text)} training shards with {total:,} tokens last for "
                 f"{index} of {len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set "
                 f"--epochs {math.ceil(self.settings.epochs * sum(wanted) / lasted)} or lower --steps to "
                 f"about {min(lasted / sum(wanted), 1):.0%} of what it is")
+
+
+def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, Bounds]:
+    """The bounds of a micro-batch, by tokens of the step, from the validation text.
+
+    A captured step needs them before the run, and the training text is first read on the clock. So they come
+    from a text of the same kind. They hold for any text: a micro-batch with more sequences ends early, and one
+    with more different targets draws fewer others as candidates.
+    """
+    bounds = {}
+    for shape in dict.fromkeys(shapes):
+        plan = Plan(replace(settings, epochs=-1), [shape] * MEASURED, "val")
+        sequences, targets = 0, 0
+        for spans in (spans for step in plan.make() for spans in step):
+            sequences = max(sequences, sum(last - first for _, first, last, _ in spans))
+            if shape.sampled:
+                different = np.zeros(settings.padded_vocab, bool)
+                for text, start, length in plan.sequences(spans, shape.sequence_length):
+                    different[text[start + 1:start + 1 + length]] = True
+                targets = max(targets, int(np.count_nonzero(different)) + 1)     # and a document's start
+        wanted = round_up(targets + settings.softmax_samples, 256) if shape.sampled else 0
+        old = bounds.get(shape.tokens, Bounds(0, 0))
+        bounds[shape.tokens] = Bounds(max(old.sequences, sequences + sequences // 4 + 8),
+                                      max(old.candidates, min(wanted, settings.padded_vocab)))
+    return bounds
+
+
+class Loader:
+    """Training batches as a function of the step's number alone, on any number of ranks and for any timing.
+
+    Only the sample of a sampled softmax depends on the seed as well. So the position in the data needs no
+    saving. No training text is read before the first batch is asked for.
+    """
+
+    def __init__(self, settings: TextSettings, shapes: Seq[StepShape], rank: int, ranks: int,
+                 device: torch.device, split: str = "train", bounds: dict[int, Bounds] | None = None):
+        """`shapes`: of every step of the run. `bounds` are measured if they are not given.
+
+        Raises ShardError where the shards are bad or hold fewer tokens than the steps take.
+        """
+        self.settings, self.shapes, self.rank, self.ranks, self.device = settings, shapes, rank, ranks, device
+        self.bounds = bounds or measure_bounds(settings, shapes)
+        self.plan = Plan(settings, shapes, split, self.bounds)
+        taken, total = np.cumsum([shape.tokens for shape in shapes]), self.plan.text.size()
+        self.epochs = float(taken[-1] / total)      # at least: what cuts drop comes on top
+        if self.epochs > settings.epochs > 0:
+            raise ShardError(self.plan.too_few(int(np.searchsorted(taken, total * settings.epochs, "right"))))
+
+    def rehearsal(self, shapes: Seq[StepShape]) -> "Loader":
+        """Batches of the same form from the validation text, again and again if it is short."""
+        settings = replace(self.settings, epochs=-1)
+        return Loader(settings, shapes, self.rank, self.ranks, self.device, "val", self.bounds)
+
+    @property
+    def candidates(self) -> dict[int, int]:
+        """Candidates of a micro-batch, by tokens of the step; {} without a sampled softmax."""
+        return {tokens: bound.candidates for tokens, bound in self.bounds.items() if bound.candidates}
+
+    def candidates_of(self, shape: StepShape) -> int | None:
+        """For how many tokens a micro-batch of this step computes logits; None: for all."""
+        return self.candidates.get(shape.tokens) if shape.sampled else None
+
+    def most(self, shape: StepShape) -> int:
+        """Sequences that a micro-batch can hold: those of the text, and what fills up one that ends early."""
+        tokens = shape.tokens // self.settings.micro_batches
+        return self.bounds[shape.tokens].sequences + math.ceil(tokens / shape.sequence_length)
 
     def batches(self, index: int) -> list[Batch]:
         """This rank's micro-batches of a step, on the host."""
@@ -164,9 +209,8 @@ class Loader:
         n, on_each = shape.tokens // settings.micro_batches, settings.micro_batches // self.ranks
         batches = []
         for i in range(self.rank * on_each, (self.rank + 1) * on_each):
-            sequences = self.sequences(self.plan[index][i], shape.sequence_length)
-            batch = make_batch(sequences, n, self.most[shape.tokens], shape.sequence_length,
-                               settings.document_start)
+            sequences = self.plan.sequences(self.plan.of(index)[i], shape.sequence_length)
+            batch = make_batch(sequences, n, self.most(shape), shape.sequence_length, settings.document_start)
             if count := self.candidates_of(shape):
                 generator = np.random.default_rng([settings.seed % 2**32, index, i])
                 candidates = sample_candidates(batch.targets.numpy(), count, settings.padded_vocab, generator)
@@ -183,8 +227,8 @@ class Loader:
         device, rooms = self.device, []
         if device.type == "cuda":
             # All of a step's tokens and targets, and what each micro-batch of this rank has beside them.
-            tokens, on_each = max(self.most), self.settings.micro_batches // self.ranks
-            others = max(self.most.values()) + 1 + self.settings.padded_vocab + 4 * ALIGNED
+            tokens, on_each = max(self.bounds), self.settings.micro_batches // self.ranks
+            others = max(map(self.most, self.shapes)) + 1 + self.settings.padded_vocab + 4 * ALIGNED
             largest = 2 * tokens // self.ranks + on_each * others
             rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], torch.cuda.Stream(device)
 
@@ -194,7 +238,9 @@ class Loader:
 
         def deliver() -> Iterator[list[Batch]]:
             rest, in_turn, ahead = iter(indices), cycle(rooms or [None]), deque()
-            with ThreadPoolExecutor(1) as thread:
+            with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as opener:
+                # A shard takes longer to open than a step, so another thread does it ahead.
+                opener.map(self.plan.text.open, range(len(self.plan.text)))
                 while True:
                     wanted = islice(rest, AHEAD + 1 - len(ahead))
                     ahead.extend((thread.submit(make, index, room), room)

@@ -62,8 +62,8 @@ def sample_candidates(targets: np.ndarray, count: int, vocabulary: int,
     others = np.flatnonzero(~chosen)
     missing = count - (vocabulary - len(others))
     if missing < 0:
-        raise ValueError(f"{count - missing} different targets in a batch with {count} candidates; "
-                         "the bound must count every batch")
+        raise ShardError(f"{count - missing} different targets in a batch with {count} candidates; "
+                         "raise --softmax_samples")
     chosen[generator.choice(others, missing, replace=False, shuffle=False)] = True
     return np.flatnonzero(chosen).astype(np.int32)
 
@@ -82,6 +82,10 @@ class ShardedText:
 
     def __len__(self) -> int:
         return len(self.paths)
+
+    def size(self) -> int:
+        """Tokens of all shards, by their headers."""
+        return sum(len(open_shard(path)) for path in self.paths)
 
     def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (n,) uint16, memory-mapped, and document starts (documents,) int64; ShardError if none."""
