@@ -34,7 +34,17 @@ import torch
 from torch import Tensor, nn
 
 from data import embedded
-from data.loader import Batch, Loader, StepShape, TextSettings, to_device, validation_batches
+from data.loader import (
+    Batch,
+    Loader,
+    ScoredText,
+    StepShape,
+    TextSettings,
+    check_scores,
+    other_texts,
+    scored_text,
+    to_device,
+)
 from data.packing import round_up
 from data.shards import ShardError
 from kernels import attention, embedding, fp8, loss, mlp, ngrams
@@ -49,7 +59,7 @@ from records.run.checks import check_config, check_machine
 from records.run.clock import Clock
 from records.run.explain import announcement, flops_per_token, rates, rates_text
 from records.run.log import LogError, RunLog, save_weights
-from records.run.machine import device_name, machine_facts
+from records.run.machine import device_name, ending_facts, machine_facts
 from records.run.progress import Diverged, Report, StepFacts, summarise
 from records.run.settings import UserError
 
@@ -210,6 +220,9 @@ class Config:
     val_chunk: int = 65_536         # tokens a forward pass: memory depends on it, the result does not
     val_sequence_length: int = 16_384               # Longer documents are scored in pieces.
     val_window: int = 20            # blocks of the long window in the last validation (@ClassicLarry #127)
+    # Other texts to score after the run, off the clock: name=FOLDER:TOKENS, or name:TOKENS for a folder that
+    # may lie beside the shards. `val` alone flatters the n-gram table (records/measuring.md).
+    score: tuple[str, ...] = ()
 
     # ---- Machine
     attention: str = "auto"         # "flash4", "varlen", "plain", or the fastest that runs here
@@ -247,6 +260,7 @@ PRESETS = {
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", data_path="", keep_tails=True, micro_batches=4, ngram_rows=1_073_741_824,
         batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25), steps=1200, extra_steps=30,
+        score=("clean:4194304", "fineweb:561000"),
         muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100),
     "cpu": settings.change(
         Config(preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
@@ -937,13 +951,14 @@ class Trainer:
         if config.data_path == str(embedded.FOLDER) and world.rank == 0:
             embedded.build()
         world.barrier()                             # The others read what rank 0 has built.
-        text = TextSettings(config.data_path, config.vocab_size, config.padded_vocab, config.document_start,
-                            config.epochs, config.keep_tails, config.micro_batches, config.softmax_samples,
-                            config.seed)
+        check_scores(config.score)
+        self.text = TextSettings(config.data_path, config.vocab_size, config.padded_vocab,
+                                 config.document_start, config.epochs, config.keep_tails,
+                                 config.micro_batches, config.softmax_samples, config.seed)
         shapes = [step.shape for step in self.schedule]
-        self.loader = Loader(text, shapes, world.rank, world.size, world.device)
-        self.validation = validation_batches(
-            text, config.val_tokens, config.val_chunk, config.val_sequence_length, world.size)
+        self.loader = Loader(self.text, shapes, world.rank, world.size, world.device)
+        self.chunks = config.val_tokens, config.val_chunk, config.val_sequence_length, world.size
+        self.validation = scored_text("val", self.text, *self.chunks)
         self.model = GPT(config, world.device, world.collectives)
         self.optimizer = Optimizer(self.model, config, world)
         self.loss = torch.zeros((), device=world.device)
@@ -999,14 +1014,15 @@ class Trainer:
         self.graphs[step.kind] = graph, inputs
 
     @torch.no_grad()
-    def validate(self, step: Step) -> float:
-        """The mean loss over the scored tokens, in nats a token."""
+    def validate(self, step: Step, text: ScoredText | None = None) -> float:
+        """The mean loss over the scored tokens of `text`, or of the validation text, in nats a token."""
         self.optimizer.gather()
+        text = text or self.validation
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for batch in self.validation[self.world.rank::self.world.size]:
+        for batch in text.batches[self.world.rank::self.world.size]:
             total += self.model(to_device(batch, self.world.device), step)[1]
         wait(self.world.collectives.all_reduce(total))
-        return total.item() / self.config.val_tokens
+        return total.item() / text.tokens
 
     def warm_up(self) -> None:
         """Run every kind of step and of validation once, then put everything back as it was."""
@@ -1019,7 +1035,7 @@ class Trainer:
                 self.capture(step, batches)
                 self.step(step, batches)            # The first replay uploads the graph.
         with torch.no_grad():
-            batch = to_device(self.validation[0], self.world.device)
+            batch = to_device(self.validation.batches[0], self.world.device)
             for steps_done in self.validation_points():
                 self.model(batch, self.schedule.validation(steps_done))
         self.optimizer.restore(snapshot)
@@ -1050,12 +1066,15 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> Report:
                     with clock.paused():
                         loss = trainer.validate(schedule.validation(step.index + 1))
                         report.validation(step.index + 1, loss)
+        for text in other_texts(trainer.text, config.score, *trainer.chunks):
+            report.score(text, trainer.validate(schedule.validation(len(schedule)), text))
     except BaseException as error:
         log.write("stopped", step=len(report.step_ms), reason=str(error) or "interrupted")
         raise
     finally:
         report.bar.close()
-    summarise(report, log, config.target, config.vocab_size == embedded.VOCAB_SIZE, startup)
+    ending = startup | (ending_facts(world.device, config.data_path) if log.file else {})
+    summarise(report, log, config.target, config.vocab_size == embedded.VOCAB_SIZE, ending)
     return report
 
 
@@ -1067,7 +1086,8 @@ def run(config: Config, world: World, started: float) -> Report:
         "preset": config.preset, "seed": config.seed, "target": config.target, "world_size": world.size,
         "attention": model.attention_backend, "attention_note": model.attention_note,
         "dtype": str(model.dtype), "fp8": bool(model.fp8), "fp8_parts": model.fp8,
-        "parameters": model.parameter_count(), "vocabulary": config.padded_vocab, "shards": len(loader.plan.text),
+        "parameters": model.parameter_count(), "vocabulary": config.padded_vocab,
+        "shards": len(loader.plan.text),
         "epochs": loader.epochs, "candidates": loader.candidates, "groups": rates(trainer.optimizer.groups)}
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,

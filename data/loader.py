@@ -6,12 +6,14 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from data.overlap import fingerprint, marked_tokens
 from data.packing import ShardedText, cut_documents, pack, round_up, sample_candidates
 from data.shards import ShardError, document_starts, open_shard, shards_in
 
@@ -130,7 +132,8 @@ class Plan:
 
     def too_few(self, index: int) -> str:
         """The message where the text ends in the step `index`."""
-        wanted, total, folder = [shape.tokens for shape in self.shapes], self.text.size(), self.settings.folder
+        wanted, folder = [shape.tokens for shape in self.shapes], self.settings.folder
+        total = self.text.size()
         lasted = sum(wanted[:index]) or total * self.settings.epochs
         return (f"{folder}: {len(self.text)} training shards with {total:,} tokens last for "
                 f"{index} of {len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set "
@@ -141,9 +144,9 @@ class Plan:
 def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, Bounds]:
     """The bounds of a micro-batch, by tokens of the step, from the validation text.
 
-    A captured step needs them before the run, and the training text is first read on the clock. So they come
-    from a text of the same kind. They hold for any text: a micro-batch with more sequences ends early, and one
-    with more different targets draws fewer others as candidates.
+    A captured step needs them before the run, and the training text is first read on the clock. So they
+    come from a text of the same kind. They hold for any text: a micro-batch with more sequences ends early,
+    and one with more different targets draws fewer others as candidates.
     """
     bounds = {}
     for shape in dict.fromkeys(shapes):
@@ -294,13 +297,21 @@ def to_device(batch: Batch, device: torch.device, copy: bool = False) -> Batch:
     return Batch(*(x.to(device, non_blocking=True, copy=copy) for x in batch[:-1]), batch.max_length)
 
 
-def validation_batches(settings: TextSettings, tokens: int, chunk: int, sequence_length: int,
-                       multiple: int = 1) -> list[Batch]:
+class ScoredText(NamedTuple):
+    """A text that models are scored on, in chunks."""
+    name: str
+    batches: list[Batch]
+    tokens: int                 # that are scored
+    sha256: str = ""            # of its shards, in a log
+
+
+def scored_text(name: str, settings: TextSettings, tokens: int, chunk: int, sequence_length: int,
+                multiple: int = 1, scored: np.ndarray | None = None) -> ScoredText:
     """The first `tokens` of the validation stream in chunks; every token after the first is a target once.
 
     The sequences are the documents, in pieces of `sequence_length` if longer, whatever the chunk. A chunk
     holds whole sequences and is filled up with tokens that are not scored. Empty chunks make the number of
-    chunks a `multiple`.
+    chunks a `multiple`. With `scored` (tokens + 1,) bool only targets that it marks are scored.
     """
     paths = shards_in(settings.folder, "val")
     pieces = (open_shard(path, settings.vocab_size)[:tokens + 1] for path in paths)
@@ -320,4 +331,49 @@ def validation_batches(settings: TextSettings, tokens: int, chunk: int, sequence
     # Ranks score in step, because they look up rows for each other.
     chunks += [[]] * (-len(chunks) % multiple)
     most = max(map(len, chunks)) + math.ceil(chunk / sequence_length)       # with what fills a chunk up
-    return [make_batch(each, chunk, most, sequence_length, settings.document_start) for each in chunks]
+    batches = [make_batch(each, chunk, most, sequence_length, settings.document_start) for each in chunks]
+    if scored is not None:
+        for batch, sequences in zip(batches, chunks):
+            wanted = [scored[start + 1:start + 1 + length] for _, start, length in sequences]
+            wanted = torch.from_numpy(np.concatenate([np.zeros(0, bool), *wanted]))
+            batch.targets[:len(wanted)].masked_fill_(~wanted, -1)
+        tokens = int(scored[1:tokens + 1].sum())
+    return ScoredText(name, batches, tokens)
+
+
+def other_texts(settings: TextSettings, wanted: Seq[str], val_tokens: int, chunk: int, sequence_length: int,
+                multiple: int) -> Iterator[ScoredText]:
+    """What is scored after a run beside the validation text; `wanted` has the form of `--score`.
+
+    The validation text comes again in two parts, if `python -m data.overlap` has marked its tokens: those
+    that lie in a 13-gram of the training text ("val repeated"), and the rest ("val new").
+    """
+    for name, folder, tokens in map(parse_score, wanted):
+        there = str(folder or Path(settings.folder) / name)
+        if folder or Path(there).is_dir():
+            place = replace(settings, folder=there)
+            text = scored_text(name, place, tokens, chunk, sequence_length, multiple)
+            yield text._replace(sha256=fingerprint(there, "val"))
+    if (marks := marked_tokens(settings.folder, val_tokens + 1)) is not None:
+        for name, scored in (("val repeated", marks), ("val new", ~marks)):
+            text = scored_text(name, settings, val_tokens, chunk, sequence_length, multiple, scored)
+            yield text._replace(sha256=fingerprint(settings.folder, "val"))
+
+
+def check_scores(wanted: Seq[str]) -> None:
+    """ShardError, before a run, if a folder that is named holds too little to be scored after it."""
+    for name, folder, tokens in map(parse_score, wanted):
+        size = sum(len(open_shard(path)) for path in shards_in(folder, "val")) if folder else tokens + 1
+        if size <= tokens:
+            raise ShardError(f"--score {name}: {folder} has {size:,} validation tokens, at most {size - 1:,} "
+                             "can be scored")
+
+
+def parse_score(text: str) -> tuple[str, str, int]:
+    """"clean=FOLDER:4194304" -> its name, folder and tokens. Without "=FOLDER" it lies beside the shards."""
+    place, _, tokens = text.rpartition(":")
+    name, _, folder = place.partition("=")
+    if not name or name.startswith("val") or not tokens.isdecimal() or int(tokens) < 1:
+        raise ShardError(f"--score {text}: write name=FOLDER:TOKENS, or name:TOKENS for a folder of that "
+                         "name beside the shards, which may be missing")
+    return name, folder, int(tokens)

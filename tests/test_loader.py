@@ -12,7 +12,7 @@ from conftest import write_documents
 
 import train_gpt
 from data import packing
-from data.loader import Bounds, Loader, StepShape, TextSettings, validation_batches
+from data.loader import Bounds, Loader, StepShape, TextSettings, scored_text
 from data.packing import cut_documents, pack, round_up, sample_candidates
 from data.peek import KEEP_TAILS, SCHEDULES
 from data.shards import ShardError, find_shards, open_shard, write_shard
@@ -38,8 +38,8 @@ def loader(config, rank=0, ranks=1, device=CPU) -> Loader:
 
 
 def validation(config) -> list:
-    return validation_batches(text_settings(config), config.val_tokens, config.val_chunk,
-                              config.val_sequence_length)
+    return scored_text("val", text_settings(config), config.val_tokens, config.val_chunk,
+                       config.val_sequence_length).batches
 
 
 def reference(config):

@@ -1,5 +1,6 @@
 """The clock of a run: what is timed, and how."""
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,10 +29,14 @@ class Clock:
     """The timed region: every training step and all it needs, without validation.
 
     A lap is one step. Laps are CUDA events on a GPU, so that they do not stall it, and seconds without one.
+    The system's time at the first start and the last stop, and what pauses took by it, let a reader of the
+    log hold the clock against another one.
     """
 
     def __init__(self, device: torch.device):
         self.device, self.seconds, self.since, self.last_mark = device, 0.0, None, None
+        self.began = self.ended = math.nan          # seconds since the epoch
+        self.paused_s = 0.0
 
     def now(self) -> float:
         if self.device.type == "cuda":
@@ -46,10 +51,13 @@ class Clock:
         return event
 
     def start(self) -> None:
+        if math.isnan(self.began):
+            self.began = time.time()
         self.since, self.last_mark = self.now(), self.mark()
 
     def stop(self) -> None:
         self.seconds, self.since = self.elapsed(), None
+        self.ended = time.time()
 
     def elapsed(self) -> float:
         """Timed seconds so far. Waits for the GPU."""
@@ -82,4 +90,5 @@ class Clock:
     def paused(self) -> Iterator[None]:
         self.stop()
         yield
+        self.paused_s += time.time() - self.ended
         self.start()

@@ -1,4 +1,5 @@
 """What a run ran on: the facts about the machine in a log's header."""
+import os
 import platform
 import subprocess
 from importlib import metadata
@@ -6,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from data.overlap import fingerprint
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -40,14 +43,41 @@ def version(package: str) -> str | None:
         return None
 
 
+# What nvidia-smi says of a GPU, and the name that a log gives it.
+GPU_STATE = {"driver_version": "driver", "power.limit": "power_limit_w", "clocks.sm": "sm_mhz",
+             "clocks.mem": "memory_mhz", "temperature.gpu": "celsius"}
+
+
+def gpu_states(device: torch.device) -> list[dict[str, object]]:
+    """Driver, power limit, clocks and temperature of each GPU of this host now; [] where that is unknown."""
+    found = output_of("nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}",
+                      "--format=csv,noheader,nounits") if device.type == "cuda" else None
+    rows = [line.split(", ") for line in (found or "").splitlines()]
+    return [{name: text if name == "driver" else number(text) for name, text in zip(GPU_STATE.values(), row)}
+            for row in rows]
+
+
+def number(text: str) -> float | None:
+    """The number that nvidia-smi writes; None for its "[N/A]"."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
 def machine_facts(device: torch.device, world_size: int) -> dict[str, object]:
-    """Devices, driver, versions and commit, as a log's header has them. What cannot be found out is None."""
-    driver = None
-    if device.type == "cuda":
-        driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
+    """Host, process, devices, driver, versions and commit, as a log's header has them. None: not known."""
+    gpus = gpu_states(device)
     dirty = output_of("git", "status", "--porcelain")
-    return {"devices": [device_name(device)] * world_size, "driver": driver,
+    return {"host": platform.node(), "process": os.getpid(), "devices": [device_name(device)] * world_size,
+            "driver": gpus[0]["driver"] if gpus else None, "gpus": gpus,
             "versions": {"python": platform.python_version(), "torch": torch.__version__,
                          "cuda": torch.version.cuda, "triton": version("triton"), "numpy": np.__version__,
                          "flash_attn": version("flash-attn-4")},
             "commit": output_of("git", "rev-parse", "HEAD"), "dirty": None if dirty is None else dirty != ""}
+
+
+def ending_facts(device: torch.device, folder: str) -> dict[str, object]:
+    """Fingerprints of the tokens, and the state of the GPUs, as a log's summary has them."""
+    return {"data": {split: fingerprint(folder, split) for split in ("train", "val")},
+            "gpus": gpu_states(device)}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from data.loader import ScoredText
 from records.run.clock import Clock, Lap
 from records.run.log import RunLog
 from records.run.machine import peak_flops
@@ -41,6 +42,7 @@ class Report:
         self.losses = torch.empty(steps, pin_memory=device.type == "cuda")
         self.pending: deque[tuple[StepFacts, Lap]] = deque()
         self.step_ms: list[float] = []
+        self.scores: dict[str, float] = {}      # of other texts, after the run
         self.tokens, self.loss, self.validation_loss = 0, math.nan, math.nan
         self.peak = peak_flops(device)
         self.bar = tqdm(total=steps, unit="step", disable=rank > 0, dynamic_ncols=True, mininterval=0.5)
@@ -82,16 +84,25 @@ class Report:
         self.log.write("validation", step=steps_done, loss=loss, time_s=round(self.clock.seconds, 4),
                        tokens=self.tokens)
 
+    def score(self, text: ScoredText, loss: float) -> None:
+        """The trained model has this loss, nats a token, on another text."""
+        self.scores[text.name] = loss
+        self.log.write("score", text=text.name, loss=loss, tokens=text.tokens, sha256=text.sha256)
 
-def summarise(report: Report, log: RunLog, target: float, bits: bool, startup: dict[str, float]) -> None:
-    """Log and print what the run came to. `bits`: a token is a byte, so print bits per byte as well."""
+
+def summarise(report: Report, log: RunLog, target: float, bits: bool, ending: dict[str, object]) -> None:
+    """Log and print what the run came to. `bits`: a token is a byte, so print bits per byte as well.
+
+    `ending`: what else the summary says: how long the start took, on what data and devices the run was.
+    """
     seconds, loss, on_gpu = report.clock.seconds, report.validation_loss, report.device.type == "cuda"
     p50, p95 = np.percentile(report.step_ms, [50, 95])
     memory = torch.cuda.max_memory_allocated(report.device) if on_gpu else None
     summary = {"steps": len(report.step_ms), "time_s": round(seconds, 4), "loss": loss,
                "tokens": report.tokens, "tokens_per_s": round(report.tokens / seconds, 1),
                "step_ms": {"p50": round(p50, 3), "p95": round(p95, 3), "max": round(max(report.step_ms), 3)},
-               "peak_memory_bytes": memory, **startup}
+               "peak_memory_bytes": memory, "began": round(report.clock.began, 3),
+               "ended": round(report.clock.ended, 3), "paused_s": round(report.clock.paused_s, 3), **ending}
     log.write("summary", **summary)
     if report.rank:
         return
@@ -100,6 +111,8 @@ def summarise(report: Report, log: RunLog, target: float, bits: bool, startup: d
           f"{seconds:.1f} s (target {target})")
     print(f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, max "
           f"{max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
-          f"started in {startup['startup_s']:.1f} s")
+          f"started in {ending['startup_s']:.1f} s")
+    if report.scores:
+        print("scored: " + ", ".join(f"{name} {loss:.4f}" for name, loss in report.scores.items()))
     if log.path:
         print(f"log {os.path.relpath(log.path)}")

@@ -38,6 +38,7 @@ from records.run.settings import UserError, change, defaults, split_values
 from records.tools.against import compare_checkouts
 from records.tools.compare import difference_text
 from records.tools.markdown import table
+from records.tools.pool import scores_text
 from records.tools.schema import RecordError
 from records.tools.stats import describe, welch
 
@@ -50,6 +51,7 @@ class Result(NamedTuple):
     loss: float             # the last validation's, nats a token
     seconds: float
     stage_ms: list[float]   # median step of each stage, in the run's order
+    scores: dict[str, float]    # of other texts, nats a token
 
 
 def pairs_of_stages(schedule: train_gpt.Schedule) -> list[Pair]:
@@ -130,7 +132,7 @@ def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
     for step, ms in zip(train_gpt.Schedule(config), report.step_ms):
         by_stage.setdefault(step.batch_tokens, []).append(ms)
     return Result(report.validation_loss, report.clock.seconds,
-                  [statistics.median(ms) for ms in by_stage.values()])
+                  [statistics.median(ms) for ms in by_stage.values()], report.scores)
 
 
 def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, say: Callable) -> str:
@@ -143,20 +145,24 @@ def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World,
     for seed in range(first.seed, first.seed + first.runs):
         for name, config in variants.items():
             results[name].append(run := trained(change(config, seed=seed, runs=1), world))
-            say(f"{name}, seed {seed}: {run.loss:.4f} in {run.seconds:.2f} s")
+            say(f"{name}, seed {seed}: {run.loss:.4f} in {run.seconds:.2f} s; {scores_text(run.scores)}")
     losses = [run.loss for run in results[AS_GIVEN]]
-    head = ["", "n", "loss", "s", "ms a step in each stage", "loss against the first row, by Welch's test"]
-    return table(head, [result_row(name, runs, losses) for name, runs in results.items()], words={0, 5})
+    texts = list(results[AS_GIVEN][0].scores)
+    head = ["", "n", "loss", *texts, "s", "ms a step in each stage",
+            "loss against the first row, by Welch's test"]
+    rows = [result_row(name, runs, losses, texts) for name, runs in results.items()]
+    return table(head, rows, words={0, len(head) - 1})
 
 
-def result_row(name: str, runs: list[Result], first: list[float]) -> list[str]:
+def result_row(name: str, runs: list[Result], first: list[float], texts: list[str]) -> list[str]:
     """Means over seeds, the losses' standard deviation, and their test against those of the `first` row."""
+    scores = [f"{statistics.mean(run.scores[text] for run in runs):.4f}" for text in texts]
     losses = [run.loss for run in runs]
     sample, difference = describe(losses), difference_text(asdict(welch(first, losses)), 4, "nats/token")
     spread = f" ± {sample.standard_deviation:.4f}" if sample.n > 1 else ""
     stage_ms = (statistics.mean(each) for each in zip(*(run.stage_ms for run in runs)))
     seconds = statistics.mean(run.seconds for run in runs)
-    return [name, str(sample.n), f"{sample.mean:.4f}{spread}", f"{seconds:.2f}",
+    return [name, str(sample.n), f"{sample.mean:.4f}{spread}", *scores, f"{seconds:.2f}",
             ", ".join(f"{ms:.1f}" for ms in stage_ms), "" if name == AS_GIVEN else difference]
 
 

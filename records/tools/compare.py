@@ -6,6 +6,7 @@ import numpy as np
 from records.tools.markdown import table
 from records.tools.pool import (
     NO_SEEDS,
+    common_texts,
     configuration_differences,
     environment_differences,
     list_clashes,
@@ -28,6 +29,8 @@ def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> 
         losses = [[values(run) for run in runs] for runs in (a, b)]
         result[key] = {"a": asdict(describe(losses[0])), "b": asdict(describe(losses[1])),
                        **asdict(welch(*losses))}
+    result["scores"] = {name: asdict(welch(*([run.scores[name] for run in runs] for runs in (a, b))))
+                        for name in common_texts([*a, *b])}
     result["stages"] = stage_rows(a, b)
     result["configuration"] = configuration_differences(a[0], b[0])
     environment = next(filter(None, (environment_differences(a[0], run) for run in [*a[1:], *b])), {})
@@ -78,6 +81,8 @@ def compare_text(result: dict) -> str:
         lines += [f"{title}  A  n = {part['a']['n']}, {spread_text(part['a'], digits, unit)}",
                   f"      B  n = {part['b']['n']}, {spread_text(part['b'], digits, unit)}",
                   f"      B - A  {difference_text(part, digits, unit)}"]
+    lines += [f"{name}  B - A  {difference_text(part, 4, 'nats/token')}"
+              for name, part in result["scores"].items()]
     rows = [[row["a_stage"] if row["a_stage"] == row["b_stage"] else f"{row['a_stage']} / {row['b_stage']}",
              f"{row['a_ms']:.2f}", f"{row['b_ms']:.2f}", f"{100 * (row['b_ms'] / row['a_ms'] - 1):+.1f}%"]
             for row in result["stages"]]

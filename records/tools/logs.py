@@ -101,6 +101,7 @@ def parse(text: str, path: Path) -> Run:
         lines[line["kind"]].append(line)
     run = Run(path, lines["header"][0], columns(lines["step"], "step"),
               columns(lines["validation"], "validation"),
+              scores={line["text"]: line["loss"] for line in lines["score"]},
               summary=next(iter(lines["summary"]), None), warnings=warnings)
     if lines["stopped"]:
         run.stopped = lines["stopped"][0]["reason"]

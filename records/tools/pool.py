@@ -104,9 +104,25 @@ def summarize(runs: list[Run], target: float | None = None) -> dict:
         notes.append("the runs' environments differ, so their times are not comparable: "
                      + list_clashes(next(filter(None, machines))))
     return {"n": len(runs), "seeds": [run.seed for run in runs], "target": target, "losses": losses,
+            "scores": mean_scores(runs),
             "times_s": times, "loss": asdict(describe(losses)), "time_s": asdict(describe(times)),
             "p": p_below(losses, target), "significance": SIGNIFICANCE,
             "more_runs": more_runs(losses, target), "verdict": verdict(losses, target), "notes": notes}
+
+
+def common_texts(runs: list[Run]) -> list[str]:
+    """The texts, beside the validation text, on which every run was scored."""
+    return [name for name in runs[0].scores if all(name in run.scores for run in runs)]
+
+
+def mean_scores(runs: list[Run]) -> dict[str, float]:
+    """Mean loss, nats/token, on each of the texts on which every run was scored."""
+    return {name: describe([run.scores[name] for run in runs]).mean for name in common_texts(runs)}
+
+
+def scores_text(scores: dict[str, float]) -> str:
+    """"clean 3.5612, fineweb 3.9142", or that there are none."""
+    return ", ".join(f"{name} {loss:.4f}" for name, loss in scores.items()) or "no other text"
 
 
 def number_text(value: float | None, form: str) -> str:
@@ -130,6 +146,7 @@ def summary_text(summary: dict) -> str:
     lines = [f"n        {summary['n']} (seeds {seeds})",
              f"loss     {spread_text(summary['loss'], 4, 'nats/token')}",
              f"time     {spread_text(summary['time_s'], 3, 's')}",
+             f"scored   {scores_text(summary['scores'])}",
              f"target   {number_text(summary['target'], 'g')}: {p}",
              f"verdict  {summary['verdict']}"]
     return "\n".join(lines + [f"note     {note}" for note in summary["notes"]])

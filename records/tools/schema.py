@@ -23,6 +23,7 @@ LINES = {
     },
     "step": {"step": int, "loss": NUMBER, "lr": NUMBER, "tokens": int, "ms": NUMBER},
     "validation": {"step": int, "loss": NUMBER, "time_s": NUMBER, "tokens": int},
+    "score": {"text": str, "loss": NUMBER, "tokens": int, "sha256": str},
     "summary": {
         "steps": int, "time_s": NUMBER, "loss": NUMBER, "tokens": int, "tokens_per_s": NUMBER,
         "step_ms": dict, "peak_memory_bytes": int | None, "startup_s": NUMBER, "compile_s": NUMBER,
@@ -50,6 +51,7 @@ class Run:
     header: dict
     steps: dict[str, np.ndarray]
     validations: dict[str, np.ndarray]
+    scores: dict[str, float] = field(default_factory=dict)  # nats/token on other texts, after the run
     summary: dict | None = None  # of a finished run
     stopped: str | None = None  # why a run ended early
     foreign: bool = False
