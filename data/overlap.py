@@ -1,8 +1,8 @@
 """How much of the validation text the training text holds already: python -m data.overlap FOLDER
 
 For n = 3, 5, 8, 13 and 50: the share of validation tokens that end an n-gram of the training text, and of
-those that lie in one. An n-gram never spans two documents. It also writes `overlap.npz` beside the shards, which
-marks the tokens that lie in a 13-gram. A run that finds it scores the two parts of the validation text apart.
+those that lie in one. An n-gram never spans two documents. It also writes `overlap.npz` beside the shards,
+which marks the tokens that lie in a 13-gram. A run that finds it scores the two parts of the text apart.
 
 Hashes of 64 bits stand for n-grams, so that one in 10^12 may be taken for another. 190 M training tokens take
 about a minute and 2 GB.

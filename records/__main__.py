@@ -90,8 +90,9 @@ def add_actions(command: Callable) -> None:
     sub.add_argument("--title", required=True)
     sub.add_argument("--contributors", nargs="+", default=[], metavar="WHO")
     sub.add_argument("--parent", metavar="RECORD", help="name of the record folder that this one builds on")
-    sub.add_argument("--commit", metavar="SHA",
-                     help="whose sources ran (default: the logs' commit and its changes)")
+    sub.add_argument("--second", metavar="LOG", help="of one more full run, of another process and seed")
+    sub.add_argument("--chosen-with", nargs="+", type=int, default=[], metavar="SEED",
+                     help="seeds that chose a setting or the number of steps")
     sub.add_argument("--changed", default="", metavar="TEXT",
                      help="what changed (or write it into its README.md)")
     sub.add_argument("--why", default="", metavar="TEXT", help="why it works")
@@ -174,9 +175,10 @@ def run_sweep(arguments: argparse.Namespace) -> None:
 
 def run_new(arguments: argparse.Namespace) -> None:
     written = {"title": arguments.title, "contributors": arguments.contributors, "parent": arguments.parent,
-               "commit": arguments.commit}
+               "chosen_with": arguments.chosen_with}
+    second = next(iter(read_logs([arguments.second])), None) if arguments.second else None
     folder = record.create(read_logs(arguments.logs), arguments.records, arguments.name, written,
-                           arguments.changed, arguments.why)
+                           arguments.changed, arguments.why, second)
     written = arguments.changed and arguments.why
     todo = "" if written else "write what changed and why it works into its README.md, then "
     print(f"{folder}: made; next: {todo}`python -m records check`")

@@ -12,11 +12,11 @@ import pytest
 from conftest import ROOT, TINY, environment
 
 from records.run import sources
-from records.tools import history, launch, markdown, plots, report, schedule, sweep, watch
+from records.tools import launch, markdown, plots, report, schedule, sweep, watch
 from records.tools.check import check
 from records.tools.compare import compare, compare_text
 from records.tools.logs import find_logs, read_logs
-from records.tools.record import RECORDS, create, folders, load, load_all
+from records.tools.record import NEWER_FIELDS, RECORDS, create, folders, load, load_all
 from records.tools.schema import RecordError
 from tests.synthetic import SOURCES, command, commit_sources, git, write_run
 
@@ -120,14 +120,13 @@ def change_byte(log: Path, at: int) -> None:
     (lambda f: change_json(f, date="yesterday"), "date 'yesterday' is not of the form"),
     (lambda f: change_json(f, runs=[{}]), "a run needs 'log' as str, found nothing"),
     (lambda f: change_json(f, note="new"), "unknown note"),
-    (lambda f: change_json(f, schema=1), "read a JSON object with schema 2"),
+    (lambda f: change_json(f, schema=1), "read a JSON object with schema 2 or 3"),
     (lambda f: change_json(f, commit="0" * 40), "commit is 000000000000, but the logs name"),
     (lambda f: change_json(f, commit="0" * 40), "commit 000000000000 is not in this repository, so what ran "
                                                 "is unknown"),
     (lambda f: change_json(f, commit="HEAD"), "commit 'HEAD': expected all 40 hexadecimal digits"),
     (lambda f: change_json(f, commit=commit_sources(f.parent.parent, CHANGED)), "has sources with the hash"),
     (lambda f: change_json(f, commit=commit_sources(f.parent.parent)), "but the logs name"),
-    (lambda f: (f / "changes.patch").write_text("nonsense"), "the patch does not fit the commit"),
     (lambda f: (f / "record.json").write_text("{"), "not JSON"),
     (lambda f: (f / "record.json").unlink(), "no record.json"),
     (lambda f: (f / "README.md").unlink(), "no README.md"),
@@ -165,13 +164,13 @@ def test_one_run_says_so(root, capsys):
 
 
 def test_notes_of_a_slower_record(root, first):
-    header = {"dirty": True, "commit": load(first).data["commit"]}
+    header = {"commit": load(first).data["commit"]}
     for seed in range(2):
         write_run(root / "runs", "slower", seed, pace_ms=40.0, header=header)
     words = {"title": "Slower", "contributors": [], "parent": "2026-11-21_first"}
     slower = create(read_logs([root / "runs" / "*-slower"]), root, "slower", words, changed="x", why="y")
     problems, notes = check(slower)
-    assert problems == [] and "uncommitted changes" in notes[-2] and "not faster than its parent" in notes[-1]
+    assert problems == [] and "not faster than its parent" in notes[-1]
 
 
 # The sources of a record, in git
@@ -187,7 +186,10 @@ def test_a_log_keeps_every_byte(root, first):
 
 
 def test_changes_on_top_of_a_commit_are_kept(root, tmp_path):
-    """A file that is changed, one that is new and one that is gone, beside a staged one that is no source."""
+    """A file that is changed, one that is new and one that is gone, beside a staged one that is no source.
+
+    The patch makes of the commit what ran. A record of it is refused.
+    """
     commit = git(tmp_path, "rev-parse", "HEAD")
     (tmp_path / "train_gpt.py").write_bytes(b"print('other')")
     (tmp_path / "kernels/new.py").write_bytes(b"new = '\xff'\r\n")
@@ -198,35 +200,95 @@ def test_changes_on_top_of_a_commit_are_kept(root, tmp_path):
     assert git(tmp_path, "status", "--porcelain") == staged and b"gitignore" not in patch
     assert b"README" not in patch
     expected = {"train_gpt.py": b"print('other')", "kernels/new.py": b"new = '\xff'\r\n"}
-    assert sources.project_sources(tmp_path) == history.sources_at(tmp_path, commit, patch) == expected
+    assert sources.project_sources(tmp_path) == expected
     log = write_run(root / "runs", "changed", sources=expected, header={"commit": commit, "dirty": True})
-    (log.parent / "changes.patch").write_bytes(patch)
     git(tmp_path, "reset", "--quiet", "--hard")
     (tmp_path / "kernels/new.py").unlink()
     assert sources.source_changes(tmp_path) == b""
-    folder = create(read_logs([log]), root, "changed", WORDS, changed="x", why="y")
-    problems, notes = check(folder)
-    assert problems == [] and f"are those of commit {commit[:12]} with changes.patch" in notes[1]
-    (again,) = re.findall(r"^    (git worktree.*)$", (folder / "README.md").read_text(), re.M)
-    subprocess.run(again.split("&& torchrun")[0] + "&& pwd", shell=True, cwd=tmp_path, check=True,
-                   capture_output=True)
-    assert sources.project_sources(tmp_path.parent / folder.name) == expected
-    (folder / "changes.patch").unlink()
-    assert "has sources with the hash" in check(folder)[0][0]
+    subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, check=True)
+    assert sources.project_sources(tmp_path) == expected
+    with pytest.raises(RecordError, match="its runs had changes that are not in their commit"):
+        create(read_logs([log]), root, "changed", WORDS)
 
 
-def test_a_record_names_another_commit_than_its_logs(root, tmp_path):
-    """The tree had changes, kept nowhere, but a later commit holds what ran."""
-    first, commit = git(tmp_path, "rev-parse", "HEAD"), commit_sources(tmp_path, CHANGED)
-    log = write_run(root / "runs", "later", sources=CHANGED, header={"commit": first, "dirty": True})
-    with pytest.raises(RecordError, match="not those of commit .*; commit what ran, and name it with "
-                                          "--commit"):
-        create(read_logs([log]), root, "later", WORDS)
-    words = ["new", log, "--name", "later", "--title", "Later", "--changed", "x", "--why", "y", "--commit",
-             commit]
-    assert command("--records", root, *words) == 0
-    problems, notes = check(root / "2026-11-21_later")
-    assert problems == [] and f"the logs name commit {first[:12]} with uncommitted changes" in notes[1]
+def test_an_old_record_may_name_another_commit_than_its_logs(root, first):
+    """The tree had changes, but a later commit holds what ran. That was allowed before schema 3."""
+    for log in find_logs(first):
+        text = gzip.decompress(log.read_bytes()).decode().replace('"dirty": false', '"dirty": true')
+        log.write_bytes(gzip.compress(text.encode()))
+    data = json.loads((first / "record.json").read_text())
+    old = {key: value for key, value in data.items() if key not in NEWER_FIELDS} | {"schema": 2}
+    old["runs"] = [run | {"sha256": read_logs([first / run["log"]])[0].sha256} for run in old["runs"]]
+    (first / "record.json").write_text(json.dumps(old))
+    problems, notes = check(first)
+    assert problems == [] and "by the rules of its time" in notes[-1] and "uncommitted changes" in notes[0]
+
+
+# The rules for new records
+
+def corpus_runs(root: Path, name: str, seeds: range, clean: float = 3.568, texts: tuple = ("clean", "fineweb"),
+                **particulars) -> list:
+    """Finished runs on the corpus, scored on other texts, each half a minute after the one before."""
+    header = {"preset": "corpus", "commit": git(root.parent, "rev-parse", "HEAD"), "host": "a", "process": seeds[0]}
+    for seed in seeds:
+        log = write_run(root / "runs", name, seed, header=header, settings={"ngram_rows": 2 ** 21, "head_dim": 128},
+                        **particulars)
+        *lines, summary = [json.loads(line) for line in log.read_text().splitlines()]
+        lines += [{"kind": "score", "text": text, "loss": clean, "tokens": 9, "sha256": "x"} for text in texts]
+        began = 1e9 + 30 * seed
+        summary |= {"began": began, "ended": began + summary["time_s"] + 2.0, "paused_s": 2.0}
+        log.write_text("".join(json.dumps(line) + "\n" for line in [*lines, summary]))
+    return read_logs([root / "runs" / f"*-{name}"])
+
+
+def test_a_record_on_the_corpus_holds_three_texts_and_a_second_run(root):
+    runs, second = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))[0]
+    folder = create(runs, root, "corpus", WORDS | {"chosen_with": [0]}, "x", "y", second)
+    assert check(folder) == ([], [])
+    data = json.loads((folder / "record.json").read_text())
+    assert data["class"] == "at most 0.3 G" and data["table_parameters"] == 2 ** 28
+    assert data["scores"] == pytest.approx({"clean": 3.568, "fineweb": 3.568})
+    readme = (folder / "README.md").read_text()
+    assert "clean 3.5680, fineweb 3.5680" in readme and "A second full run, seed 20" in readme
+    change_json(folder, scores={"clean": 3.5, "fineweb": 3.5}, chosen_with=[5], **{"class": "open"})
+    problems = " ".join(check(folder)[0])
+    assert all(word in problems for word in ("scores is", "class is 'open'", "seeds [5] chose"))
+
+
+@pytest.mark.parametrize("particulars, second, problem", [
+    ({"clean": 3.571}, {}, "mean loss on clean is 3.5710, above 3.570"),
+    ({"texts": ("clean",)}, {"texts": ("clean",)}, "not scored on fineweb"),
+    ({"level": 3.2795}, {"level": 3.2795}, "not shown to be below 3.28"),
+    ({}, None, "no second full run"),
+    ({}, {"pace_ms": 31.2}, "takes 3.09 s, more than 3%"),
+    ({}, {"level": 3.285}, "more than 3 standard deviations"),
+    ({}, {"steps": 63}, "the second full run differs in steps"),
+])
+def test_a_record_on_the_corpus_is_refused(root, particulars, second, problem):
+    runs = corpus_runs(root, "corpus", range(5, 10), **particulars)
+    other = corpus_runs(root, "again", range(20, 21), **second)[0] if second is not None else None
+    with pytest.raises(RecordError, match=re.escape(problem)):
+        create(runs, root, "corpus", WORDS, second=other)
+
+
+def test_the_second_run_is_another_process_and_seed(root):
+    runs = corpus_runs(root, "corpus", range(5, 10))
+    with pytest.raises(RecordError, match="needs a process and a seed of its own"):
+        create(runs[:-1], root, "corpus", WORDS, second=runs[-1])
+
+
+@pytest.mark.parametrize("fault, problem", [
+    (lambda summary: summary.update(ended=summary["ended"] + 2.0), "the clock gave"),
+    (lambda summary: summary.update(began=summary["began"] - 31, ended=summary["ended"] - 31), "began before"),
+])
+def test_a_clock_that_other_stamps_contradict(root, fault, problem):
+    runs, second = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))[0]
+    folder = create(runs, root, "corpus", WORDS, "x", "y", second)
+    log = find_logs(folder / "runs")[3]
+    *lines, summary = [json.loads(line) for line in gzip.decompress(log.read_bytes()).splitlines()]
+    fault(summary)
+    log.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in [*lines, summary]).encode()))
+    assert any(problem in found for found in check(folder)[0])
 
 
 def test_a_shallow_clone_says_what_it_cannot_check(root, first, tmp_path):

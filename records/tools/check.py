@@ -2,25 +2,26 @@
 import math
 from pathlib import Path
 
-from records.run import PATCH_NAME
 from records.run.sources import hash_sources
 from records.tools import markdown
 from records.tools.history import NoHistory
 from records.tools.pool import environment_differences, list_clashes, require_sample
 from records.tools.record import (
+    RECORD_SCHEMA,
     UNWRITTEN,
     Record,
     is_proven,
     load,
-    patch_of,
     record_data,
     result_table,
     significance_line,
 )
+from records.tools.rules import check_rules, origin
 from records.tools.schema import NUMBER, RecordError, Run
 
 # Of the time between validations: logs round, and a step's end is measured on the device.
 CLOCK_TOLERANCE = 0.01
+STAMPS_TOLERANCE = 0.1  # seconds: validations begin and end between two readings of the system's time
 
 
 def check(folder: Path) -> tuple[list[str], list[str]]:
@@ -30,19 +31,24 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
         require_sample(record.runs)
     except RecordError as error:
         return [str(error)], []
-    first, true = record.runs[0], record_data(record.runs, record.data)
+    first, true = record.runs[0], record_data(record.runs, record.data, record.second)
     problems = check_logs(record.data["runs"], true["runs"])
+    if true["schema"] == RECORD_SCHEMA:
+        problems += check_rules(true, record.runs, record.second)
     problems += [f"{key} is {record.data[key]!r}, but the logs give {value!r}"
                  for key, value in true.items() if key != "runs" and not same(record.data[key], value)]
     problems += check_words(record, result_table(true))
     source_problems, notes = check_sources(record)
     problems += source_problems
-    for run in record.runs:
+    problems += check_succession(record.runs)
+    for run in [*record.runs, *filter(None, [record.second])]:
         problems += [f"{run.label}: {problem}" for problem in check_clock(run)]
         clashes = environment_differences(first, run)
         if clashes:
             problems.append(f"{first.label} and {run.label} ran in different environments: "
                             f"{list_clashes(clashes)}")
+    if true["schema"] < RECORD_SCHEMA:
+        notes.append("scored on the validation text alone, by the rules of its time")
     if not is_proven(true):
         notes.insert(0, f"not shown to be below its target: {significance_line(true)}")
     if true["parent"] is not None:
@@ -74,7 +80,7 @@ def check_sources(record: Record) -> tuple[list[str], list[str]]:
     commit, hashed = record.data["commit"], record.runs[0].header["sources"]
     named = {run.header["commit"] for run in record.runs}
     dirty = any(run.header["dirty"] is not False for run in record.runs)
-    problems, notes, patched = [], [], bool(patch_of(record.folder))
+    problems, notes = [], []
     if not dirty and named != {commit}:
         problems.append(f"commit is {commit[:12]}, but the logs name "
                         f"{', '.join(str(name)[:12] for name in named)}")
@@ -84,14 +90,13 @@ def check_sources(record: Record) -> tuple[list[str], list[str]]:
         return problems, [f"its sources were not checked: {error}"]
     except RecordError as error:
         return [*problems, str(error)], []
-    what = f"commit {commit[:12]}" + f" with {PATCH_NAME}" * patched
     if hash_sources(files) != hashed:
-        problems.append(f"{what} has sources with the hash {hash_sources(files)[:12]}…, but the logs say "
+        problems.append(f"commit {commit[:12]} has sources with the hash {hash_sources(files)[:12]}…, but the logs say "
                         f"that {hashed[:12]}… ran")
     elif dirty:
         others = ", ".join(sorted(str(name)[:12] for name in named))
         notes.append(f"the logs name commit {others} with uncommitted changes; the sources that ran are "
-                     f"those of {what}")
+                     f"those of commit {commit[:12]}")
     return problems, notes
 
 
@@ -145,7 +150,26 @@ def check_clock(run: Run) -> list[str]:
     if not same(summary["tokens_per_s"] * summary["time_s"], summary["tokens"], CLOCK_TOLERANCE):
         problems.append(f"tokens_per_s is {summary['tokens_per_s']}, not {summary['tokens']} tokens / "
                         f"{summary['time_s']} s")
-    return problems
+    return problems + check_stamps(run)
+
+
+def check_stamps(run: Run) -> list[str]:
+    """Whether the clock agrees with the system's time at its start and its end."""
+    summary = run.summary
+    if "began" not in summary:
+        return []
+    wall = summary["ended"] - summary["began"] - summary["paused_s"]
+    if abs(wall - summary["time_s"]) <= CLOCK_TOLERANCE * wall + STAMPS_TOLERANCE:
+        return []
+    return [f"the clock gave {summary['time_s']:.3f} s, the system's time {wall:.3f} s"]
+
+
+def check_succession(runs: list[Run]) -> list[str]:
+    """Whether runs of one process follow one another in the system's time."""
+    stamped = sorted((run for run in runs if "began" in run.summary), key=lambda run: run.summary["began"])
+    return [f"{after.label} began before {before.label} of the same process had ended"
+            for before, after in zip(stamped, stamped[1:])
+            if origin(before) == origin(after) and after.summary["began"] < before.summary["ended"]]
 
 
 def same(a: object, b: object, tolerance: float = 1e-9) -> bool:

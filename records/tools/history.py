@@ -1,8 +1,7 @@
-"""The sources of past runs, read from git: a commit's, with a patch on top where the tree had changes."""
+"""The sources of past runs, read from git."""
 import os
 import re
 import subprocess
-import tempfile
 from pathlib import Path
 
 from records.run.sources import ROOT, is_source
@@ -35,11 +34,10 @@ def repository_of(folder: Path) -> Path:
     raise NoHistory(f"git shows no repository here ({reason[0] if reason else 'it does not say why'})")
 
 
-def sources_at(folder: Path, commit: str, patch: bytes = b"") -> dict[str, bytes]:
-    """A run's sources, path -> contents: those of a commit of the repository around `folder`, patched.
+def sources_at(folder: Path, commit: str) -> dict[str, bytes]:
+    """A run's sources, path -> contents: those of a commit of the repository around `folder`.
 
-    NoHistory where this cannot be known here; RecordError where the commit does not exist or the patch does
-    not fit.
+    NoHistory where this cannot be known here; RecordError where the commit does not exist.
     """
     if not re.fullmatch("[0-9a-f]{40}", commit):
         raise RecordError(f"commit {commit!r}: expected all 40 hexadecimal digits; `git rev-parse {commit}` "
@@ -56,8 +54,7 @@ def sources_at(folder: Path, commit: str, patch: bytes = b"") -> dict[str, bytes
     entries = git(repository, "ls-tree", "-r", "-z", commit).decode().split("\0")[:-1]
     blobs = {path: facts.split()[2] for facts, path in (entry.split("\t", 1) for entry in entries)
              if is_source(path)}
-    files = dict(zip(blobs, read_blobs(repository, list(blobs.values()))))
-    return apply(files, patch) if patch else files
+    return dict(zip(blobs, read_blobs(repository, list(blobs.values()))))
 
 
 def read_blobs(repository: Path, names: list[str]) -> list[bytes]:
@@ -70,22 +67,3 @@ def read_blobs(repository: Path, names: list[str]) -> list[bytes]:
         contents.append(out[end + 1:end + 1 + size])
         at = end + 1 + size + 1
     return contents
-
-
-def apply(files: dict[str, bytes], patch: bytes) -> dict[str, bytes]:
-    """The files as the patch makes them; RecordError where it does not fit."""
-    with tempfile.TemporaryDirectory() as place:
-        for path, contents in files.items():
-            (Path(place) / path).parent.mkdir(parents=True, exist_ok=True)
-            (Path(place) / path).write_bytes(contents)
-        # Told to look for no repository above, git takes the folder as it is.
-        environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(Path(place).parent)}
-        done = subprocess.run(["git", "apply", "--whitespace=nowarn", "-"], cwd=place, env=environment,
-                              input=patch, capture_output=True)
-        if done.returncode:
-            reason = done.stderr.decode(errors="replace").strip().splitlines()
-            raise RecordError("the patch does not fit the commit: "
-                              f"{reason[0] if reason else 'git apply failed'}")
-        found = (path for path in sorted(Path(place).rglob("*")) if path.is_file())
-        named = {path.relative_to(place).as_posix(): path for path in found}
-        return {name: path.read_bytes() for name, path in named.items() if is_source(name)}

@@ -3,8 +3,8 @@
     records/2026-11-21_first/
         README.md       what changed, why it works, how to run it again, and a generated table of the runs
         record.json     FIELDS: numbers that follow from the logs, and the commit that all of these runs ran
-        changes.patch   what ran beside that commit, if its tree had changes
         runs/<run>.jsonl.gz
+        second/<run>.jsonl.gz   one more full run, of another process and seed
 """
 import gzip
 import json
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from records.run import PATCH_NAME
 from records.run.sources import hash_sources
 from records.tools import markdown
 from records.tools.history import NoHistory, sources_at
 from records.tools.logs import find_logs, read_bytes, read_log
-from records.tools.pool import require_sample, summarize
+from records.tools.pool import require_sample, scores_text, summarize
+from records.tools.rules import check_rules, table_class, table_parameters
 from records.tools.schema import NUMBER, PACKED, RecordError, Run, check_fields
 from records.tools.stats import SIGNIFICANCE
 
 # Where record folders, `runs/` and `index.html` live; the README is one level up.
 RECORDS = Path(__file__).parent.parent
-RECORD_SCHEMA = 2
+RECORD_SCHEMA = 3
 FIELDS = {
     "schema": int, "title": str, "date": str, "contributors": list, "parent": str | None, "hardware": list,
     "driver": str | None, "versions": dict, "commit": str, "preset": str, "sources": str,
@@ -34,8 +34,13 @@ FIELDS = {
     "standard_deviation_loss": NUMBER | None, "mean_time_s": NUMBER,
     "standard_deviation_time_s": NUMBER | None, "p_value": NUMBER | None,
 }
+# What came in with schema 3: mean losses on other texts; the class of the n-gram table; the seeds that chose a
+# setting or the number of steps; the second full run.
+NEWER_FIELDS = {"scores": dict, "class": str, "table_parameters": int, "chosen_with": list,
+                "second": dict | None}
 RUN_FIELDS = {"log": str, "sha256": str, "seed": int, "loss": NUMBER, "time_s": NUMBER}  # of each of "runs"
 UNWRITTEN = "_To be written._"
+SECOND = "second"  # the folder of the second full run's log
 
 
 @dataclass
@@ -44,6 +49,7 @@ class Record:
     folder: Path
     data: dict  # record.json
     runs: list[Run]
+    second: Run | None = None  # one more full run
 
     @property
     def name(self) -> str:
@@ -60,13 +66,7 @@ class Record:
 
         NoHistory where git cannot tell here, RecordError where that is unknown.
         """
-        return sources_at(self.folder, self.data["commit"], patch_of(self.folder))
-
-
-def patch_of(folder: Path) -> bytes:
-    """The changes that a run's or a record's folder keeps; b"" where there are none."""
-    path = folder / PATCH_NAME
-    return path.read_bytes() if path.exists() else b""
+        return sources_at(self.folder, self.data["commit"])
 
 
 def runs_folder(root: Path) -> Path:
@@ -90,13 +90,14 @@ def load(folder: Path) -> Record:
                           "runs") from None
     except json.JSONDecodeError as error:
         raise RecordError(f"{path}: not JSON: {error}") from None
-    if not isinstance(data, dict) or data.get("schema") != RECORD_SCHEMA:
-        raise RecordError(f"{path}: these tools read a JSON object with schema {RECORD_SCHEMA}")
-    check_fields(data, FIELDS, f"{path}:")
-    unknown = sorted(data.keys() - FIELDS.keys())
+    if not isinstance(data, dict) or data.get("schema") not in (2, RECORD_SCHEMA):
+        raise RecordError(f"{path}: these tools read a JSON object with schema 2 or {RECORD_SCHEMA}")
+    fields = FIELDS | (NEWER_FIELDS if data["schema"] == RECORD_SCHEMA else {})
+    check_fields(data, fields, f"{path}:")
+    unknown = sorted(data.keys() - fields.keys())
     if unknown:
-        raise RecordError(f"{path}: unknown {', '.join(unknown)}; schema {RECORD_SCHEMA} has no such fields")
-    for run in data["runs"]:
+        raise RecordError(f"{path}: unknown {', '.join(unknown)}; schema {data['schema']} has no such fields")
+    for run in [*data["runs"], *filter(None, [data.get("second")])]:
         check_fields(run, RUN_FIELDS, f"{path}: a run")
     try:
         date.fromisoformat(data["date"])
@@ -105,27 +106,39 @@ def load(folder: Path) -> Record:
     runs = [read_log(log) for log in find_logs(folder / "runs")]
     if any(run.foreign for run in runs):
         raise RecordError(f"{folder}: a record holds logs of this project's program, not foreign ones")
-    return Record(folder, data, runs)
+    second = [read_log(log) for log in find_logs(folder / SECOND)] if (folder / SECOND).exists() else []
+    if len(second) > 1:
+        raise RecordError(f"{folder / SECOND}: {len(second)} logs, expected one")
+    return Record(folder, data, runs, next(iter(second), None))
 
 
 def load_all(root: Path) -> list[Record]:
     return [load(folder) for folder in folders(root)]
 
 
-def record_data(runs: list[Run], written: dict) -> dict:
+def run_data(run: Run, folder: str) -> dict:
+    """What record.json says of a run whose log lies in this folder of the record."""
+    return {"log": f"{folder}/{run.label}{PACKED}", "sha256": run.sha256, "seed": run.seed,
+            "loss": run.loss, "time_s": run.time_s}
+
+
+def record_data(runs: list[Run], written: dict, second: Run | None = None) -> dict:
     """record.json for these runs: what is `written` by hand (title, …, commit), and what the logs give."""
     summary, header = summarize(runs), runs[0].header
     loss, time_s = summary["loss"], summary["time_s"]
+    schema = written.get("schema", RECORD_SCHEMA)
+    newer = {"scores": summary["scores"], "class": table_class(header),
+             "table_parameters": table_parameters(header), "chosen_with": written.get("chosen_with", []),
+             "second": run_data(second, SECOND) if second else None} if schema == RECORD_SCHEMA else {}
     return {
-        "schema": RECORD_SCHEMA, **{key: written[key] for key in ("title", "date", "contributors", "parent")},
+        "schema": schema, **{key: written[key] for key in ("title", "date", "contributors", "parent")},
         "hardware": header["devices"], "driver": header["driver"], "versions": header["versions"],
         "commit": written["commit"], "preset": header["preset"], "sources": header["sources"],
         "target": summary["target"], "seeds": summary["seeds"],
-        "runs": [{"log": f"runs/{run.label}{PACKED}", "sha256": run.sha256, "seed": run.seed,
-                  "loss": run.loss, "time_s": run.time_s} for run in runs],
+        "runs": [run_data(run, "runs") for run in runs],
         "mean_loss": loss["mean"], "standard_deviation_loss": loss["standard_deviation"],
         "mean_time_s": time_s["mean"], "standard_deviation_time_s": time_s["standard_deviation"],
-        "p_value": summary["p"],
+        "p_value": summary["p"], **newer,
     }
 
 
@@ -136,7 +149,13 @@ def result_table(data: dict) -> str:
     if len(data["runs"]) > 1:
         rows.append(["standard deviation", f"{data['standard_deviation_loss']:.4f}",
                      f"{data['standard_deviation_time_s']:.3f}"])
-    return markdown.table(["seed", "loss (nats/token)", "time (s)"], rows) + "\n\n" + significance_line(data)
+    lines = [markdown.table(["seed", "loss (nats/token)", "time (s)"], rows), "", significance_line(data)]
+    if data.get("scores"):
+        lines.append(f"Mean losses on other texts: {scores_text(data['scores'])}.")
+    if second := data.get("second"):
+        lines.append(f"A second full run, seed {second['seed']}: {second['loss']:.4f} in "
+                     f"{second['time_s']:.3f} s.")
+    return "\n".join(lines)
 
 
 def is_proven(data: dict) -> bool:
@@ -160,23 +179,22 @@ def pack_log(run: Run, folder: Path) -> None:
     (folder / f"{run.label}{PACKED}").write_bytes(gzip.compress(read_bytes(run.path), mtime=0))
 
 
-def run_again(folder: Path, header: dict, commit: str, patched: bool) -> str:
+def run_again(folder: Path, header: dict) -> str:
     """The command that runs what a run with this header ran, from the top of the repository."""
     place = f"../{folder.name}"
     program = shlex.join(map(str, header["command"]))
     ranks = header["world_size"]
     launcher = f"torchrun --standalone --nproc_per_node={ranks}" if ranks > 1 else "python"
-    patch = f'git -C {place} apply "$PWD/records/{folder.name}/{PATCH_NAME}" && ' if patched else ""
-    return f"git worktree add {place} {commit[:12]} && {patch}cd {place} && {launcher} {program}"
+    return f"git worktree add {place} {header['commit'][:12]} && cd {place} && {launcher} {program}"
 
 
-def create(runs: list[Run], root: Path, name: str, written: dict, changed: str = "", why: str = "") -> Path:
+def create(runs: list[Run], root: Path, name: str, written: dict, changed: str = "", why: str = "",
+           second: Run | None = None) -> Path:
     """Make `root/<date>_<name>` of finished runs of one configuration; returns the folder.
 
-    RecordError if it exists.
+    RecordError if it exists, or if the runs break a rule of records.
 
-    `written` has the title and may have date, contributors, parent and the commit (default: the one that the
-    logs name).
+    `written` has the title and may have date, contributors, parent and chosen_with.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise RecordError(f"name {name!r}: letters, digits, '-' and '.' only, as it becomes a folder's name")
@@ -185,43 +203,40 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
                           "and plot")
     require_sample(runs)
     header = runs[0].header
-    written = {"date": header["started"][:10], "contributors": [], "parent": None, "commit": None, **written}
+    written = {"date": header["started"][:10], "contributors": [], "parent": None,
+               "commit": header["commit"], **written}
     folder = root / f"{written['date']}_{name}"
     if folder.exists():
         raise RecordError(f"{folder}: exists; choose another --name or remove it")
     if written["parent"] is not None and not (root / written["parent"] / "record.json").exists():
         raise RecordError(f"parent {written['parent']!r}: no record of that name; there are: "
                           f"{', '.join(path.name for path in folders(root)) or 'none'}")
-    # A commit that is given stands for itself; what the logs name may need the changes that the run has kept.
-    patch = b"" if written["commit"] else patch_of(runs[0].path.parent)
-    written["commit"] = written["commit"] or header["commit"]
-    require_sources(root, written["commit"], patch, header["sources"])
-    for run in runs:
-        pack_log(run, folder / "runs")
-    if patch:
-        (folder / PATCH_NAME).write_bytes(patch)
-    data = record_data(runs, written)
+    data = record_data(runs, written, second)
+    if broken := check_rules(data, runs, second):
+        raise RecordError("; ".join(broken))
+    require_sources(root, header)
+    for place, logs in (("runs", runs), (SECOND, [second] if second else [])):
+        for run in logs:
+            pack_log(run, folder / place)
     (folder / "record.json").write_text(json.dumps(data, indent=2) + "\n")
-    again = run_again(folder, header, data["commit"], bool(patch))
     (folder / "README.md").write_text(
         f"# {written['title']}\n\n"
         f"## What changed\n\n{changed or UNWRITTEN}\n\n"
         f"## Why it works\n\n{why or UNWRITTEN}\n\n"
-        f"## Run it again\n\n    {again}\n\n"
+        f"## Run it again\n\n    {run_again(folder, header)}\n\n"
         f"## Result\n\n{markdown.marked('result', result_table(data))}\n")
     return folder
 
 
-def require_sources(root: Path, commit: str | None, patch: bytes, expected: str) -> None:
-    """RecordError unless the sources of the commit, patched, have the hash that the logs name."""
+def require_sources(root: Path, header: dict) -> None:
+    """RecordError unless the commit that a log's header names has the sources that it says ran."""
+    commit, expected = header["commit"], header["sources"]
     if commit is None:
-        raise RecordError("the logs name no commit (no git where they ran); give the one that ran with "
-                          "--commit")
+        raise RecordError("the logs name no commit: there was no git where they ran")
     try:
-        found = hash_sources(sources_at(root, commit, patch))
+        found = hash_sources(sources_at(root, commit))
     except NoHistory as error:
         raise RecordError(f"a record needs the history of what ran: {error}") from None
     if found != expected:
-        raise RecordError("the runs' sources are not those of commit "
-                          f"{commit[:12]}{' with their changes' if patch else ''} (hash {found[:12]}…, the "
-                          f"logs' {expected[:12]}…); commit what ran, and name it with --commit")
+        raise RecordError(f"the runs' sources are not those of commit {commit[:12]} (hash {found[:12]}…, the "
+                          f"logs' {expected[:12]}…)")

@@ -1,0 +1,76 @@
+"""What a record has to show beyond true numbers: three texts, seeds that chose nothing, a second full run.
+
+Records of schema 2 were made before these rules. They keep their numbers and were scored on one text.
+"""
+from records.tools.pool import configuration_differences, list_clashes
+from records.tools.schema import Run, flatten
+from records.tools.stats import SIGNIFICANCE
+
+# The corpus's training text repeats passages of its validation text, which flatters n-gram tables. So a
+# record on it has to reach what the public script of record 89 reaches on `clean`, too; `fineweb` is stated.
+CORPUS, LIMITS, STATED = "corpus", {"clean": 3.570}, ("clean", "fineweb")
+SAME_LOSS, SAME_TIME = 3, 0.03      # a second full run: standard deviations of the loss, share of the time
+CLASSES = {"at most 0.3 G": 300_000_000, "at most 65 G": 65_000_000_000}    # parameters in n-gram tables
+
+
+def table_parameters(header: dict) -> int:
+    """Parameters of the n-gram table. Of a log that does not name its length: all parameters."""
+    config = flatten(header["config"])
+    if not {"ngram_rows", "head_dim"} <= config.keys():
+        return header["parameters"]
+    return config["ngram_rows"] * config["head_dim"]
+
+
+def table_class(header: dict) -> str:
+    """The smallest class by table parameters that a run belongs to."""
+    count = table_parameters(header)
+    return next((name for name, most in CLASSES.items() if count <= most), "open")
+
+
+def check_rules(data: dict, runs: list[Run], second: Run | None) -> list[str]:
+    """The rules that a record breaks. `data`: its record.json, as the logs give it."""
+    problems = []
+    if any(run.header["dirty"] is not False for run in runs):
+        problems.append("its runs had changes that are not in their commit; commit first, then run")
+    if both := sorted(set(data["seeds"]) & set(data["chosen_with"])):
+        problems.append(f"seeds {both} chose a setting or the number of steps; they prove nothing")
+    if data["preset"] == CORPUS:
+        problems += check_texts(data)
+        if second is None:
+            problems.append("no second full run; give the log of one more, with a new seed, as --second")
+    return problems + (check_second(data, runs, second) if second else [])
+
+
+def check_texts(data: dict) -> list[str]:
+    """The limits of losses on the corpus's three texts."""
+    problems, scores = [], data["scores"]
+    if data["p_value"] is None or data["p_value"] >= SIGNIFICANCE:
+        problems.append(f"not shown to be below {data['target']}: p = {data['p_value']}, not below "
+                        f"{SIGNIFICANCE:g}")
+    if missing := [name for name in STATED if name not in scores]:
+        problems.append(f"not scored on {' and '.join(missing)}; the folders belong beside the shards")
+    problems += [f"mean loss on {name} is {scores[name]:.4f}, above {limit:.3f}"
+                 for name, limit in LIMITS.items() if scores.get(name, 0.0) > limit]
+    return problems
+
+
+def check_second(data: dict, runs: list[Run], second: Run) -> list[str]:
+    """Whether a second full run agrees: its configuration, a process and a seed of its own, loss and time."""
+    problems = []
+    if clashes := configuration_differences(runs[0], second):
+        problems.append(f"the second full run differs in {list_clashes(clashes)}")
+    if second.seed in data["seeds"] or origin(second) in map(origin, runs):
+        problems.append("the second full run needs a process and a seed of its own")
+    apart = abs(second.loss - data["mean_loss"])
+    if apart > SAME_LOSS * (data["standard_deviation_loss"] or 0.0):
+        problems.append(f"the second full run ends at {second.loss:.4f}, more than {SAME_LOSS} standard "
+                        "deviations from the mean")
+    if abs(second.time_s / data["mean_time_s"] - 1) > SAME_TIME:
+        problems.append(f"the second full run takes {second.time_s:.2f} s, more than {SAME_TIME:.0%} from "
+                        "the mean")
+    return problems
+
+
+def origin(run: Run) -> tuple:
+    """The process that ran it."""
+    return run.header.get("host"), run.header.get("process")
