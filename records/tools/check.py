@@ -91,8 +91,9 @@ def check_sources(record: Record) -> tuple[list[str], list[str]]:
     except RecordError as error:
         return [*problems, str(error)], []
     if hash_sources(files) != hashed:
-        problems.append(f"commit {commit[:12]} has sources with the hash {hash_sources(files)[:12]}…, but the logs say "
-                        f"that {hashed[:12]}… ran")
+        found = hash_sources(files)[:12]
+        problems.append(f"commit {commit[:12]} has sources with the hash {found}…, but the logs say that "
+                        f"{hashed[:12]}… ran")
     elif dirty:
         others = ", ".join(sorted(str(name)[:12] for name in named))
         notes.append(f"the logs name commit {others} with uncommitted changes; the sources that ran are "

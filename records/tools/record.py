@@ -34,8 +34,8 @@ FIELDS = {
     "standard_deviation_loss": NUMBER | None, "mean_time_s": NUMBER,
     "standard_deviation_time_s": NUMBER | None, "p_value": NUMBER | None,
 }
-# What came in with schema 3: mean losses on other texts; the class of the n-gram table; the seeds that chose a
-# setting or the number of steps; the second full run.
+# What came in with schema 3: mean losses on other texts; the class of the n-gram table; the seeds that chose
+# a setting or the number of steps; the second full run.
 NEWER_FIELDS = {"scores": dict, "class": str, "table_parameters": int, "chosen_with": list,
                 "second": dict | None}
 RUN_FIELDS = {"log": str, "sha256": str, "seed": int, "loss": NUMBER, "time_s": NUMBER}  # of each of "runs"
