@@ -14,10 +14,11 @@ NorMuon updates the matrices of attention and MLP, in four steps:
    al., arXiv 2510.12402), which is worth nothing that one pair of runs can show.
 
 All other weights have Adam (adam.py), and the long n-gram table an Adam that touches only the rows that were
-read (sparse_adam.py). The worths are those of one pair of runs, seed 0
-(records/2026-11-22_four-h200-together).
+read (sparse_adam.py). At the end weights may be mixed with their averages (averages.py). The worths are those
+of one pair of runs, seed 0 (records/2026-11-22_four-h200-together).
 """
 from kernels.optimizer.adam import adam_update
+from kernels.optimizer.averages import Averaged, Averages
 from kernels.optimizer.coefficients import Triple, lower_end, polar_express
 from kernels.optimizer.master_weight import Master, Rule, apply_update, read_master, write_master
 from kernels.optimizer.normuon import nesterov_momentum, neuron_update
@@ -25,7 +26,7 @@ from kernels.optimizer.orthogonalize import newton_schulz, newton_schulz_referen
 from kernels.optimizer.sparse_adam import row_adam, row_adam_reference
 
 __all__ = [
-    "Master", "Rule", "Triple", "adam_update", "apply_update", "lower_end", "nesterov_momentum",
-    "neuron_update", "newton_schulz", "newton_schulz_reference", "polar_express", "read_master", "row_adam",
-    "row_adam_reference", "write_master",
+    "Averaged", "Averages", "Master", "Rule", "Triple", "adam_update", "apply_update", "lower_end",
+    "nesterov_momentum", "neuron_update", "newton_schulz", "newton_schulz_reference", "polar_express",
+    "read_master", "row_adam", "row_adam_reference", "write_master",
 ]

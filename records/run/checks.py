@@ -34,7 +34,11 @@ def check_schedule(config) -> None:
     if config.steps < stages or config.extra_steps < 0:
         raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for "
                         f"each of {stages} stages")
-    for name in ("momentum_warmup", "momentum_cooldown"):
+    untied = config.steps + config.extra_steps - round(config.tied_share * config.steps)
+    if not 0 <= config.average_steps <= untied:
+        raise UserError(f"--average_steps {config.average_steps}: 0 for none, at most {untied}, the steps "
+                        "after the embedding and the head part")
+    for name in ("momentum_warmup", "momentum_cooldown", "average_every"):
         if getattr(config, name) < 1:
             raise UserError(f"--{name} {getattr(config, name)}: at least 1 step")
     if config.softmax_samples < 0:
