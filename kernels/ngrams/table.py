@@ -23,13 +23,15 @@ HASH = 998_244_353, 1_000_003, 2_654_435_761, 3_266_489_917, 668_265_263, 374_76
 PART = 2 ** 20  # rows that `whole_table` gathers at a time
 
 
-def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], count: int) -> Tensor:
+def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], count: int,
+                classes: Tensor | None = None) -> Tensor:
     """Row numbers of the n-grams that end at each token, hashed into `count` rows, token by token.
 
     tokens (n,) integers, is_start (n,) bool; the result is (n · len(lengths),) int32. Tokens count from 1,
-    and what lies before the start of a sequence is 0.
+    and what lies before the start of a sequence is 0. With `classes` (vocabulary,) integers the n-grams are
+    of the tokens' classes.
     """
-    token, index, found = tokens.long() + 1, 0, []
+    token, index, found = (tokens if classes is None else classes[tokens.long()]).long() + 1, 0, []
     for factor in HASH[:max(lengths)]:
         index = token * factor ^ index  # of one more token
         found.append(index)
@@ -80,8 +82,11 @@ class NGrams(nn.Module):
     """
 
     def __init__(self, lengths: tuple[int, ...], rows: int, head_dim: int, layers: int,
-                 collectives: Collectives, dtype: torch.dtype, device: torch.device):
+                 collectives: Collectives, dtype: torch.dtype, device: torch.device,
+                 classes: Tensor | None = None):
+        """`classes` (vocabulary,): what n-grams are of, if not of tokens."""
         super().__init__()
+        self.classes = None if classes is None else classes.to(device)
         self.lengths, self.collectives = lengths if rows else (), collectives
         self.table = self.scales = None
         if self.lengths:
@@ -104,7 +109,8 @@ class NGrams(nn.Module):
         """
         if not self.lengths:
             return None
-        return self.collectives.all_gathered(hash_rows(tokens, is_start, self.lengths, len(self.table)))
+        rows = hash_rows(tokens, is_start, self.lengths, len(self.table), self.classes)
+        return self.collectives.all_gathered(rows)
 
     def send(self, index: Tensor | None, lookup: Callable, sort: Callable, share: Callable) -> InFlight:
         """Look this rank's columns of these rows up and start their way to the ranks that read them.

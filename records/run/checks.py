@@ -1,4 +1,5 @@
 """Settings that cannot work, and what a machine cannot train: refused at once, naming the setting."""
+from data.classes import GPT2_SIZE
 from kernels import ngrams
 from kernels.attention import ATTENTION
 from records.run.settings import UserError
@@ -55,6 +56,9 @@ def check_model(config) -> None:
     if len(config.ngrams) > config.heads or not all(1 <= length <= longest for length in config.ngrams):
         raise UserError(f"--ngrams {config.ngrams}: lengths of 1 to {longest} tokens, one for each of "
                         f"{config.heads} heads at most")
+    if config.ngram_classes and config.vocab_size != GPT2_SIZE:
+        raise UserError(f"--ngram_classes true: only GPT-2's {GPT2_SIZE:,} tokens have classes, not "
+                        f"--vocab_size {config.vocab_size}")
     if not 0 <= config.ngram_rows <= 2 ** 30:
         raise UserError(f"--ngram_rows {config.ngram_rows}: 0 for no table, at most {2 ** 30}")
     if sum(layer.backout for layer in config.layers) > 1:

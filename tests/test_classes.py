@@ -1,0 +1,45 @@
+"""Classes of tokens that n-grams may be of: which tokens share one, and that the model's rows follow them."""
+import numpy as np
+import pytest
+import torch
+from conftest import TINY
+
+import train_gpt
+from data.classes import GPT2_SIZE, gpt2_classes, token_classes
+from kernels import ngrams
+from kernels.ranks.collectives import Collectives
+from records.run.settings import UserError
+
+WORDS = [b"the", b" The", b"THE", "É".encode(), b"e", b" ", b"", b"\xff", b"\xc3", b"the ", b"ing", b"-"]
+
+
+def test_which_tokens_share_a_class():
+    assert token_classes(WORDS).tolist() == [0, 0, 0, 3, 3, 5, 6, 7, 8, 0, 10, 11]
+
+
+def test_the_classes_of_gpt2_that_are_kept():
+    classes = gpt2_classes()
+    assert classes.shape == (GPT2_SIZE,) and classes.dtype == np.int32 and len(np.unique(classes)) == 32_993
+    assert (classes <= np.arange(GPT2_SIZE)).all() and (classes[classes] == classes).all()
+    assert (classes == 50256).sum() == 1
+    assert classes[262] == classes[464] == classes[383]         # " the", "The" and " The"
+
+
+def test_rows_of_classes():
+    """Equal classes find equal rows, and without classes rows are those of the tokens."""
+    tokens, starts = torch.tensor([1, 2, 3, 1, 5, 3]), torch.tensor([True, False, False, True, False, False])
+    classes = torch.tensor([0, 1, 2, 3, 4, 2], dtype=torch.int32)
+    rows = ngrams.ngram_index(tokens, starts, (2, 3), 10_007, classes)
+    of_classes = ngrams.ngram_index(classes[tokens], starts, (2, 3), 10_007)
+    assert torch.equal(rows[:6], rows[6:]) and torch.equal(rows, of_classes)
+    plain = ngrams.ngram_index(tokens, starts, (2, 3), 10_007)
+    assert not torch.equal(plain[:6], plain[6:])
+
+
+def test_a_model_takes_classes_of_gpt2_alone():
+    words = ["--preset", "cpu", *TINY, "--vocab_size", "50257", "--ngram_classes", "true"]
+    model = train_gpt.GPT(train_gpt.parse_config(words), torch.device("cpu"), Collectives(1))
+    assert torch.equal(model.ngrams.classes, torch.from_numpy(gpt2_classes()))
+    assert "ngrams.classes" not in model.state_dict()
+    with pytest.raises(UserError, match="only GPT-2's 50,257 tokens have classes"):
+        train_gpt.parse_config(["--preset", "cpu", "--ngram_classes", "true"])
