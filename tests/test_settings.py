@@ -129,3 +129,8 @@ def test_one_stage():
 
 def test_commas_inside_brackets_belong_to_a_value():
     assert split_values("a,(1,2),[3,(4,5)]") == ["a", "(1,2)", "[3,(4,5)]"]
+
+
+def test_lists_of_names_add_up_and_of_other_flags_the_last_one_counts():
+    config = parsed("--reference", "a=x:1", "--steps", "1", "--reference", "b:2,c:3", "--steps", "2")
+    assert config.reference == ("a=x:1", "b:2", "c:3") and config.steps == 2

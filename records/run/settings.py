@@ -73,7 +73,7 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
                              "then end")
     parser.add_argument("--explain", action="store_true", help="print what the settings amount to, then end")
     for name, value in settings.items():
-        parser.add_argument(f"--{name}", metavar="VALUE",
+        parser.add_argument(f"--{name}", metavar="VALUE", action="append",
                             help=f"default of {shown}: {value!r}".replace("%", "%%"))
     given, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -85,8 +85,10 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
     config, ranks = presets[given.preset], given.timetable
     if ranks is not None and not ranks.isdecimal():
         raise UserError(f"--timetable {ranks}: expected a number of ranks")
-    values = parse_values({name: getattr(given, name) for name in settings
-                           if getattr(given, name) is not None}, config)
+    texts = {name: getattr(given, name) for name in settings if getattr(given, name) is not None}
+    # Of a flag that is given twice the last one counts, but lists of names add up.
+    values = parse_values({name: ",".join(several) if is_names(settings[name]) else several[-1]
+                           for name, several in texts.items()}, config)
     if "data_path" not in values and environment.get("DATA_PATH"):
         values["data_path"] = environment["DATA_PATH"]
     if environment.get("DISABLE_FP8", "0") not in ("", "0"):
@@ -116,7 +118,7 @@ def parse_value(name: str, text: str, default: object) -> object:
         value = ast.literal_eval(text) if value is None else value
     except (ValueError, SyntaxError):
         value = text
-    if isinstance(default, tuple) and isinstance(value, str) and all(isinstance(x, str) for x in default):
+    if is_names(default) and isinstance(value, str):
         listed = value.strip().strip("()[]")
         return () if listed in ("", "none") else tuple(x.strip() for x in listed.split(","))
     if isinstance(default, tuple) and isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -124,13 +126,19 @@ def parse_value(name: str, text: str, default: object) -> object:
     return convert(name, text, value, default)
 
 
+def is_names(default: object) -> bool:
+    """Whether a setting with this default is a list of names."""
+    return isinstance(default, tuple) and all(isinstance(x, str) for x in default)
+
+
 def convert(name: str, text: str, value: object, default: object) -> object:
     """`value` as the type of `default`; UserError if it is of another. A whole number will do for a float."""
     if isinstance(default, float) and type(value) is int:
         return float(value)
     if type(value) is not type(default):
-        names = isinstance(default, tuple) and all(isinstance(x, str) for x in default)
-        wanted = "names with commas between them, or none" if names else f"a value like {default!r}"
+        wanted = f"a value like {default!r}"
+        if is_names(default):
+            wanted = "names with commas between them, or none"
         raise UserError(f"--{name} {text}: expected {wanted}")
     return value
 
