@@ -1112,6 +1112,8 @@ def run(config: Config, world: World, started: float) -> Report:
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
               **machine_facts(world.device, world.size),
               config=settings.flat(config) | {"data_path": Path(config.data_path).name})
+    if world.watchdog:
+        world.watchdog.on_loss = lambda reason: log.write("stopped", step=log.steps, reason=reason)
     if world.rank == 0:
         print(announcement(facts, f"{world.size} x {device_name(world.device)}"))
     begin = time.time()
@@ -1155,15 +1157,15 @@ def main(argv: list[str] | None = None) -> int:
             gc.collect()            # Graphs hold memory until circles are collected.
         world.close()
         return 0
-    except (UserError, RankError, ShardError, LogError, Diverged) as error:
-        message, status = str(error), 2
+    except (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError) as error:
+        message, status = str(error).splitlines()[0], 2
     except KeyboardInterrupt:
         message, status = "interrupted; the log so far is complete", 130
-    if rank == 0:
-        print(f"train_gpt.py: {message}", file=sys.stderr)
-    else:                           # The launcher ends all ranks when the first fails: let rank 0 say why.
+    if rank:    # The launcher ends all ranks when one fails. If rank 0 fails too, it says why.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(2)
+        message = f"rank {rank}: {message}"
+    print(f"train_gpt.py: {message}", file=sys.stderr)
     return status
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels.ranks.collectives import Collectives, PeerCopies, can_copy
+from kernels.ranks.watchdog import Watchdog
 
 
 class RankError(Exception):
@@ -31,6 +32,7 @@ class World:
             os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
         if self.size > 1:
             dist.init_process_group("nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None)
+        self.watchdog = Watchdog(self.rank, self.size) if self.size > 1 else None
         self.collectives = Collectives(self.size)
 
     @property
@@ -67,5 +69,7 @@ class World:
 
     def close(self) -> None:
         """End the process group, if there is one."""
+        if self.watchdog:
+            self.watchdog.close()
         if dist.is_initialized():
             dist.destroy_process_group()

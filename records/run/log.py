@@ -40,7 +40,7 @@ class RunLog:
     """
 
     def __init__(self, name: str, enabled: bool = True):
-        self.file, self.path, self.sources = None, None, None
+        self.file, self.path, self.sources, self.steps = None, None, None, 0
         if not enabled:
             return
         runs = Path(os.environ.get("RUNS_PATH", ROOT / "records/runs"))
@@ -72,6 +72,7 @@ class RunLog:
         with disk_errors(f"the run's log {self.path}"):
             self.file.write(json.dumps({"kind": kind} | values) + "\n")
             self.file.flush()
+        self.steps += kind == "step"
 
 
 def save_weights(weights: dict[str, torch.Tensor], path: str) -> None:
