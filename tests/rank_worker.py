@@ -39,7 +39,7 @@ def run(rank: int, ranks: int, port: int, out: Path, steps: int, settings: list[
     config, world = train_gpt.parse_config(settings), train_gpt.World()
     found = {}
     for overlap in (True, False):
-        found[overlap] = results(replace(config, overlap=overlap, check_ranks=True), world, steps)
+        found[overlap] = results(replace(config, overlap=overlap, check_ranks=1), world, steps)
     torch.save(found, out / f"{ranks}-{rank}.pt")
     world.close()
 

@@ -14,7 +14,7 @@ from kernels import attention, embedding, mlp, ngrams
 from kernels import optimizer as updates
 from kernels.ranks.collectives import Collectives
 from kernels.ranks.timetable import SMALL, UPDATE, timetable
-from kernels.ranks.world import RankError
+from kernels.ranks.world import RankError, hash_bits
 from records.run import settings
 
 REFERENCES = train_gpt.references()
@@ -233,11 +233,34 @@ def test_overlapped_collectives_change_no_bit(ranks_results, ranks):
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_check_of_ranks_finds_a_difference(trainer, monkeypatch):
-    trainer.optimizer.check_ranks()
-    monkeypatch.setattr(train_gpt.World, "broadcast", lambda self, x: x + (x.numel() > 1000))
-    with pytest.raises(RankError, match="bytes of the weights of group 'attention' differ from rank 0's"):
-        trainer.optimizer.check_ranks()
+def test_check_of_ranks_finds_a_flipped_bit(trainer):
+    """Here the other two ranks have the same weights, until one has other ones of the MLPs."""
+    class Three(Collectives):
+        def all_gathered(self, hashes: torch.Tensor) -> torch.Tensor:
+            return torch.cat([good, hashes, good])
+
+    optimizer, good = trainer.optimizer, None
+    trainer.world.collectives = Three(3)
+    groups = [shard for shard in optimizer.shards.values() if isinstance(shard, train_gpt.Shard)]
+    good = torch.stack([hash_bits(shard.weights) for shard in groups])[None]
+    optimizer.check_ranks()
+    bits = optimizer.shards["mlp"].weights.view(torch.int32)
+    bits[3, 5, 7] ^= 1 << 9
+    with pytest.raises(RankError, match="group .mlp. of rank 1 differ from those of the other"):
+        optimizer.check_ranks()
+
+
+@pytest.mark.parametrize("x", [torch.randn(5), torch.randn(3, 7).bfloat16(), torch.zeros(64, 2)])
+def test_a_hash_changes_with_every_bit(x):
+    """And with the order of words."""
+    seen = {hash_bits(x).item()}
+    for place in range(8 * x.numel() * x.itemsize):
+        flipped = x.clone()
+        flipped.view(-1).view(torch.uint8)[place // 8] ^= 1 << place % 8
+        seen.add(hash_bits(flipped).item())
+    assert len(seen) == 8 * x.numel() * x.itemsize + 1
+    words = torch.arange(4)
+    assert hash_bits(words) != hash_bits(words.flip(0))
 
 
 @pytest.mark.parametrize("tied, adam", [(True, True), (False, True), (False, False)])

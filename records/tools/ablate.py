@@ -181,19 +181,12 @@ def apart(a: list[float], b: list[float]) -> str:
 
 def check(config: train_gpt.Config, world: train_gpt.World, count: int, deterministic: bool) -> str:
     """How far the first losses of two eager runs and two of graphs differ, all from the same weights."""
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)    # attention's backward pass obeys it
-    # Training does not fill memory either.
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    try:
-        trainer = build(config, world)
-        start, graphs, runs = trainer.optimizer.snapshot(), trainer.graphs, []
-        for chosen in ({}, {}, graphs, graphs):
-            trainer.graphs = chosen
-            runs.append(losses(trainer, start, count))
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+    trainer = build(change(config, deterministic=deterministic), world)
+    start, graphs, runs = trainer.optimizer.snapshot(), trainer.graphs, []
+    for chosen in ({}, {}, graphs, graphs):
+        trainer.graphs = chosen
+        runs.append(losses(trainer, start, count))
+    torch.use_deterministic_algorithms(False)
     return (f"{count} losses{' of deterministic kernels' * deterministic} differ by at most: eager twice "
             f"{apart(*runs[:2])}, eager and graphs {apart(runs[0], runs[2])} and {apart(runs[1], runs[2])}, "
             f"graphs twice {apart(*runs[2:])}" + ("" if graphs else " (there are no graphs here)"))
