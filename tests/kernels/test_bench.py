@@ -9,7 +9,7 @@ import torch
 
 from kernels.bench import __main__ as bench
 from kernels.bench import discover, results, timing
-from kernels.optimizer import symmetric
+from kernels.optimizer import sparse_adam, symmetric
 
 ROOT = Path(bench.__file__).parents[2]
 CPU = torch.device("cpu")
@@ -90,6 +90,18 @@ def test_the_figure_is_drawn_from_rows(tmp_path):
     texts = ("XXᵀ, XᵀX: gram", "batch × 3072 × 768", "4096", "effective TFLOP/s",
              "some GPU, torch 0, triton 0, 2026-11-21")
     assert all(f">{text}<" in drawn for text in texts)
+
+
+def test_each_kernel_is_launched_and_what_is_not_finite_is_named(monkeypatch, capsys):
+    """In two runs, the second one with a kernel that gives NaN."""
+    found = [(sparse_adam, example) for example in sparse_adam.examples("odd", CPU, torch.float32)][-1:]
+    monkeypatch.setattr(bench, "every_example", lambda *_: found)
+    assert bench.main(["--odd"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("ok: kernels.optimizer.sparse_adam: Adam") == 1 + len(sparse_adam.CONFIGS)
+    found[0][1].kernel, found[0][1].configs = lambda state, *_: state[0] * torch.nan, ()
+    assert bench.main(["--odd"]) == 1
+    assert capsys.readouterr().out.startswith("NOT FINITE: kernels.optimizer.sparse_adam")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
