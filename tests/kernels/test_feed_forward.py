@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import DEVICE, DTYPE, assert_as_exact_as_pytorch, check, error, random
+from checks import DEVICE, assert_as_exact_as_pytorch, error, random
 
 from kernels.fp8.quantize import quantize_reference
 from kernels.fp8.scales import gradient_scales_reference, mlp_scales_reference
@@ -10,7 +10,6 @@ from kernels.fp8.weights import fp8_weights, fp8_weights_reference
 from kernels.gradients import Gradient
 from kernels.mlp import feed_forward
 from kernels.mlp.feed_forward import (
-    examples,
     feed_forward_fp8,
     feed_forward_reference,
     feed_forward_weights,
@@ -54,11 +53,6 @@ def mlp_inputs(tokens: int, width: int, hidden: int) -> list[torch.Tensor]:
     grad = random(tokens, width, dtype=torch.float32) * sizes
     weights = [random(hidden, width, dtype=torch.float32) * size for size in (0.02, 0.05)]
     return [tensor.to(dtype) for tensor in (x, *weights, grad)]
-
-
-@pytest.mark.parametrize("example", [*examples("odd", DEVICE, DTYPE)], ids=lambda e: f"{e.name}, {e.shape}")
-def test_near_bfloat16(example):
-    check(example)
 
 
 def test_as_near_to_full_precision_as_its_reference():

@@ -1,16 +1,11 @@
 """The gradient of a residual stream's summands and scales."""
 import pytest
 import torch
-from checks import DEVICE, DTYPE, check, error, random
+from checks import DEVICE, error, random
 
 from kernels.mlp.residual import mlp_input_reference
 from kernels.mlp.residual_fp8 import sum_and_norm_fp8
-from kernels.mlp.residual_gradient import CONFIGS, examples, residual_backward
-
-
-@pytest.mark.parametrize("example", [*examples("odd", DEVICE, DTYPE)], ids=lambda e: f"{e.name}, {e.shape}")
-def test_as_exact_as_pytorch(example):
-    check(example)
+from kernels.mlp.residual_gradient import CONFIGS, residual_backward
 
 
 @pytest.mark.parametrize("c", [1.3, -0.7, 0.0])

@@ -1,15 +1,10 @@
 """A layer's weights in FP8, in two launches."""
 import pytest
 import torch
-from checks import DEVICE, DTYPE, check, random, same_bits
+from checks import random, same_bits
 
 from kernels.fp8.quantize import quantize
-from kernels.fp8.weights import CONFIGS, examples, fp8_weights, fp8_weights_reference
-
-
-@pytest.mark.parametrize("example", [*examples("odd", DEVICE, DTYPE)], ids=lambda e: f"{e.name}, {e.shape}")
-def test_as_exact_as_pytorch(example):
-    check(example)
+from kernels.fp8.weights import CONFIGS, fp8_weights, fp8_weights_reference
 
 
 @pytest.mark.parametrize("bad", [1.0, 0.0, float("nan")])
