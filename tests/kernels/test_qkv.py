@@ -35,8 +35,7 @@ def poison_allocations(monkeypatch) -> None:
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dims", [(16, 16), (8, 16)])
+@pytest.mark.parametrize("dims, dtype", [((16, 16), DTYPES[0]), ((8, 16), DTYPES[-1])])
 def test_where_blocks_of_tokens_end_changes_nothing(dims, dtype):
     """The key offset reaches from one block into the next. The first token is a start, said or not."""
     _, _, seen, value, *_, grads = sized(21, 2, dims, True, dtype=dtype).from_qkv()
@@ -132,10 +131,9 @@ def layers_with_ngrams(functions, layers: list, shared: list, repeat: bool = Fal
     return [*(x.detach() for x in outs), *torch.autograd.grad(outs, wanted, grads)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value, key_offset", [(False, True), (True, False)])
+@pytest.mark.parametrize("value, key_offset, dtype", [(False, True, DTYPES[0]), (True, False, DTYPES[-1])])
 @pytest.mark.parametrize("n, heads, dims, count", [
-    (21, 2, (16, 32), 1), (1, 2, (16, 16), 2), (9, 3, (32, 16), 2), (9, 1, (64, 128), 1)])
+    (13, 2, (16, 32), 1), (1, 2, (16, 16), 2), (9, 3, (32, 16), 2), (9, 1, (64, 128), 1)])
 def test_ngram_rows_in_the_values_of_all_layers(n, heads, dims, count, key_offset, value, dtype):
     """The gradients of the rows and of all scales at once; also where v's is not contiguous or not there."""
     size = sized(n, heads, dims, value, key_offset, dtype)

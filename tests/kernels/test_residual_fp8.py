@@ -15,7 +15,7 @@ from kernels.mlp.residual_fp8 import (
     sum_and_norm_fp8_reference,
 )
 
-MANY = 1040 if DEVICE.type == "cuda" else 144   # tokens, of several tiles; the interpreter takes its time
+MANY = 1040 if DEVICE.type == "cuda" else 80    # tokens, of several tiles; the interpreter takes its time
 
 
 def double(tensors) -> tuple[torch.Tensor, ...]:
@@ -59,8 +59,9 @@ def test_norms_have_the_bits_of_their_float32_numbers_rounded_to_fp8(n, width, c
         assert error(q, exact[1].double()) < limit
         exact_rms = (y.double().square().mean(1) + torch.finfo(torch.float32).eps).sqrt()
         assert (rms.double() - exact_rms).abs().max() < 1e-3
-        again = sum_and_norm_fp8(summands, scales, tuned)
-        assert all(x is y or same_bits(x, y) for x, y in zip(found, again))
+        if DEVICE.type == "cuda":                           # The interpreter has one order anyway.
+            again = sum_and_norm_fp8(summands, scales, tuned)
+            assert all(x is y or same_bits(x, y) for x, y in zip(found, again))
 
 
 def test_it_refuses_what_it_cannot_do():
@@ -119,7 +120,8 @@ def layer(enter, feed_forward):
     return run
 
 
-@pytest.mark.parametrize("n", [16, 48, MANY])
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("n", [16, MANY])
 def test_an_mlp_whose_input_is_normed_into_fp8(n):
     """At most twice as far from float64 as by way of a norm in bfloat16; on a CPU near that; bit-equal when
     repeated."""
