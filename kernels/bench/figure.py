@@ -1,7 +1,7 @@
 """Effective TFLOP/s of the symmetric matmuls and of Newton–Schulz by the matrices' size, in an SVG."""
 from pathlib import Path
 
-from kernels.bench.results import MACHINE
+from kernels.bench.results import DRAWN, MACHINE
 from kernels.bench.timing import CEILING
 from records.tools.svg import compact
 
@@ -59,7 +59,7 @@ def draw(rows: list[dict], path: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    rows = [row for row in rows if row["name"].startswith(tuple(curve[1] for curve in MATMULS + METHODS))]
+    rows = [row for row in rows if row["name"].startswith(DRAWN)]
     origins = sorted({tuple(row[key] for key in (*MACHINE, "date")) for row in rows})
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, constrained_layout=True)

@@ -34,7 +34,8 @@ INK = "#1a1b1e"  # of text, axes and reference lines; in a page's SVG it becomes
 STYLE = {
     "figure.figsize": (4.4, 3.3),  # inches: a column of print, and text of a readable size on a phone
     "figure.constrained_layout.use": True, "savefig.dpi": 250,
-    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10, "legend.fontsize": 9, "legend.frameon": False,
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10,
+    "legend.fontsize": 9, "legend.frameon": False,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
     "grid.color": INK, "grid.linewidth": 0.5, "lines.linewidth": 1.4, "lines.markersize": 4,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,

@@ -7,7 +7,7 @@ NUMBERS = ("d", "x", "y", "width", "height", "transform")
 
 
 def compact(svg: str) -> str:
-    """The same picture, to a hundredth of a point, without metadata and without ids that nothing refers to."""
+    """The same picture, to a hundredth of a point, without metadata or ids that nothing refers to."""
     for prefix, name in NAMESPACES.items():
         xml.register_namespace(prefix, name)
     root = xml.fromstring(svg)

@@ -13,7 +13,7 @@ METHODS = [("frobenius", polar_express(5)), ("aol", polar_express(4, lower_end("
 
 
 @pytest.mark.parametrize("function", [newton_schulz, newton_schulz_reference])
-def test_the_default_is_what_training_uses(function):
+def test_the_default_is_the_published_form(function):
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
     assert defaults["triples"] == polar_express(5) and defaults["normalisation"] == "frobenius"
 

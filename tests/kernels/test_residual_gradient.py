@@ -10,8 +10,8 @@ from kernels.mlp.residual_gradient import CONFIGS, residual_backward
 
 @pytest.mark.parametrize("tuned, c", [*((tuned, 1.3) for tuned in CONFIGS), (None, -0.7), (None, 0.0)])
 def test_it_is_the_gradient_that_autograd_finds(tuned, c):
-    """In rows that no whole number of chunks fills. If c is 0, c y says nothing of y: gradients are finite, and
-    as if y were 0."""
+    """In rows that no whole number of chunks fills. If c is 0, c y says nothing of y: the gradients are
+    finite, and as if y were 0."""
     x, out_grad, norm_grad = (random(16, 528) for _ in range(3))
     scales = torch.tensor([0.9, c], device=DEVICE)
     out, _, _, rms = sum_and_norm_fp8((x, 3 * x), scales)
