@@ -23,10 +23,3 @@ from kernels.attention.output import scaled_linear, scaled_linear_reference
 from kernels.attention.qkv import project_heads, qkv_heads, qkv_heads_reference
 from kernels.attention.rotary import rotary_tables, rotate
 from kernels.attention.value_gate import value_mix, value_mix_reference
-
-__all__ = [
-    "ATTENTION", "QKV_GRADIENT_SCALE", "HeadShape", "Positions", "Projection", "QKVWeight", "ValueRows",
-    "choose_attention", "project_heads", "qkv_fp8", "qkv_fp8_reference", "qkv_heads", "qkv_heads_reference",
-    "qkv_weight", "rotary_tables", "rotate", "scaled_linear", "scaled_linear_reference", "value_mix",
-    "value_mix_reference",
-]

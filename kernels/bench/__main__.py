@@ -6,19 +6,22 @@ reference is reported and ends the run with status 1. TFLOP/s are effective, tho
 (2·m·n·k). "roofline" is the least time that the textbook's FLOP and bytes allow over the time taken. Times
 are medians of CUDA graph replays.
 
-On a CPU work `--write`, which brings the tables of kernels/README.md up to date, and `--draw`, which draws a
-figure.
+On a CPU work `--write`, which brings the tables of kernels/README.md up to date, `--draw`, which draws a
+figure, and `--odd`, which is for compute-sanitizer: set PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that it sees
+each tensor's end.
 """
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from kernels.bench import figure, results, timing
 from kernels.bench.discover import every_example
+from kernels.example import tensors
 
-FIGURES = Path(__file__).parents[1] / "lab" / "figures"
+FIGURE = Path(__file__).with_name("tflops.svg")
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -27,12 +30,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("filters", nargs="*", help='only examples with one of these in "module: name, shape"')
     parser.add_argument("--check", action="store_true", help="only check, at real shapes")
     parser.add_argument("--sweep", action="store_true", help="time every configuration instead")
+    parser.add_argument("--odd", action="store_true", help="only run every kernel, at small odd shapes")
     parser.add_argument("--out", type=Path, default=Path("kernels.json"), help="where the rows go")
     parser.add_argument("--merge", action="store_true", help="put the rows into results.json too")
     parser.add_argument("--write", action="store_true", help="only write the tables of kernels/README.md")
     parser.add_argument("--draw", type=Path, nargs="?", const=results.RESULTS, metavar="JSON",
                         help="only draw what an earlier run wrote (default: results.json)")
-    parser.add_argument("--figure", type=Path, default=FIGURES / "tflops.svg")
+    parser.add_argument("--figure", type=Path, default=FIGURE)
     return parser.parse_args(argv)
 
 
@@ -50,6 +54,23 @@ def tables() -> list[tuple[str, str]]:
     return [("times", results.times(results.read())), ("polar errors", polar_error.tables())]
 
 
+def launch_odd() -> int:
+    """Run every kernel's small examples twice. Returns how many gave a number that is not finite."""
+    gpu, failed = torch.cuda.is_available(), 0
+    # Triton's interpreter multiplies bfloat16 wrongly.
+    kind = (torch.device("cuda"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
+    for module, example in every_example("odd", *kind):
+        for tuned in (None, *example.configs):
+            kernel = example.kernel if tuned is None else partial(example.kernel, tuned=tuned)
+            for _ in range(2):
+                out = tensors(example.wrap(kernel)(*example.inputs()))
+            finite = all(x.float().isfinite().all() for x in out)
+            failed += not finite
+            name = f"{module.__name__}: {example.name}, {example.shape}" + (f", {tuned}" if tuned else "")
+            print(f"{'ok' if finite else 'NOT FINITE'}: {name}", flush=True)
+    return failed
+
+
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
     if options.write:
@@ -58,9 +79,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.draw:
         figure.draw(results.read(options.draw), options.figure)
         return 0
+    torch.manual_seed(0)
+    if options.odd:
+        return int(launch_odd() > 0)
     if not torch.cuda.is_available():
         sys.exit("kernels.bench needs a CUDA GPU; on a CPU, run the tests: python -m pytest tests/kernels")
-    torch.manual_seed(0)
     rows, known = [], {}
     for module, example in every_example("real", torch.device("cuda"), torch.bfloat16):
         name = f"{module.__name__}: {example.name}, {example.shape}"

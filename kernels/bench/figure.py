@@ -1,12 +1,13 @@
 """Effective TFLOP/s of the symmetric matmuls and of Newton–Schulz by the matrices' size, in an SVG."""
-import re
 from pathlib import Path
 
-from kernels.bench.results import MACHINE
+from kernels.bench.results import DRAWN, MACHINE
 from kernels.bench.timing import CEILING
+from records.tools.svg import compact
 
 BLUE, VERMILION = "#0072B2", "#D55E00"  # safe for the colour-blind
-STYLE = {"font.size": 9, "font.family": "sans-serif", "axes.spines.top": False, "axes.spines.right": False,
+STYLE = {"font.size": 9, "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"],
+         "axes.spines.top": False, "axes.spines.right": False,
          "svg.fonttype": "none", "svg.hashsalt": "kernels"}
 # (legend, how the examples' names begin, which time, colour)
 MATMULS = (("XXᵀ, XᵀX: gram", "gram", "us", BLUE), ("XXᵀ, XᵀX: torch", "gram", "baseline_us", BLUE),
@@ -53,20 +54,12 @@ def draw_panel(axis, rows: list[dict], curves: tuple[tuple[str, str, str, str], 
     axis.legend(frameon=False, loc="upper left")
 
 
-def save(figure, path: Path) -> None:
-    """Write an SVG with each path in one line: a thousand lines of numbers tell nobody anything."""
-    figure.savefig(path, metadata={"Date": None})
-    def joined(match: re.Match) -> str:
-        return match[0].replace(" \n", " ").replace("\n", " ")
-    path.write_text(re.sub(r' d="[^"]*"', joined, path.read_text()))
-
-
 def draw(rows: list[dict], path: Path) -> None:
     """Draw measured rows of symmetric.py and orthogonalize.py. Needs matplotlib."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    rows = [row for row in rows if row["name"].startswith(tuple(curve[1] for curve in MATMULS + METHODS))]
+    rows = [row for row in rows if row["name"].startswith(DRAWN)]
     origins = sorted({tuple(row[key] for key in (*MACHINE, "date")) for row in rows})
     with plt.rc_context(STYLE):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, constrained_layout=True)
@@ -76,5 +69,6 @@ def draw(rows: list[dict], path: Path) -> None:
         right.set(title="Newton–Schulz (textbook FLOP of its own steps)")
         figure.suptitle("; ".join("{}, torch {}, triton {}, {}".format(*origin) for origin in origins))
         path.parent.mkdir(exist_ok=True)
-        save(figure, path)
+        figure.savefig(path, metadata={"Date": None})
+    path.write_text(compact(path.read_text()))
     print(f"drew {path}")

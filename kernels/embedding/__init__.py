@@ -21,8 +21,3 @@ from kernels.embedding.rows import (
     unsorted,
 )
 from kernels.embedding.smearing import smear, smear_reference
-
-__all__ = [
-    "RowOrder", "add_rows", "add_rows_reference", "already_sorted", "lookup", "lookup_reference", "smear",
-    "smear_reference", "sort_beside", "sort_rows", "take_rows", "unsorted",
-]

@@ -29,10 +29,3 @@ from kernels.fp8.matmul import (
 from kernels.fp8.quantize import quantize_reference
 from kernels.fp8.scales import gradient_scales, mlp_scales, qkv_scales
 from kernels.fp8.weights import FP8Weight, fp8_weights, fp8_weights_reference
-
-__all__ = [
-    "E4M3", "E5M2", "FP8Weight", "HEAD_GRADIENT_SCALE", "HEAD_INPUT_SCALE", "HEAD_WEIGHT_SCALE", "Quantized",
-    "fp8_linear", "fp8_matmul", "fp8_weights", "fp8_weights_reference", "gradient_scales", "has_fp8",
-    "linear_reference", "mlp_scales", "normed_scale", "paired", "qkv_scales", "quantize_reference",
-    "round_to_fp8",
-]

@@ -1,7 +1,6 @@
 """‖Q − UVᵀ‖ / ‖UVᵀ‖ and the singular values of Q = newton_schulz(X), for matrices harmless, hostile and real.
 
     python -m kernels.lab.polar_error [--real momentum.pt] [--size 768] [--out polar_error.json]
-    python -m kernels.lab.polar_error --draw polar_error.json        # kernels/lab/figures/polar_error.svg
 
 On a GPU this runs the kernel in bfloat16, elsewhere the plain form in float32. The truth is the SVD of the
 very same matrix in float64; if the matrix does not have full rank, it is the partial isometry whose null
@@ -20,16 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.bench.figure import save
-from kernels.lab.triples import sample_matrices
 from kernels.optimizer.coefficients import Triple, fit, lower_end, polar_error, polar_express
 from kernels.optimizer.orthogonalize import SAFETY, newton_schulz, newton_schulz_reference
 
-FIGURE = Path(__file__).parent / "figures" / "polar_error.svg"
 RESULT = Path(__file__).parent / "polar_error.json"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NORMALISATIONS = {"plain": "frobenius", "AOL": "aol"}
-STEPS = range(2, 8)  # of the curves
+STEPS = range(2, 8)  # of the means
 Method = tuple[tuple[Triple, ...], str]
 
 
@@ -38,8 +34,27 @@ def method(name: str, steps: int, lower: float | None = None) -> Method:
     return polar_express(steps, lower or lower_end(NORMALISATIONS[name], steps)), NORMALISATIONS[name]
 
 
+def sample_matrices(m: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Matrices of m rows with spectra like those of gradients, from harmless to nearly singular."""
+    random = np.random.default_rng(seed).standard_normal
+
+    def with_spectrum(sigma: np.ndarray, n: int) -> np.ndarray:
+        return np.linalg.qr(random((m, m)))[0] * sigma @ np.linalg.qr(random((n, m)))[0].T
+
+    k, low = np.arange(1, m + 1), m // 12
+    return {
+        f"Gaussian {m}×{m}": random((m, m)),
+        f"Gaussian {m}×{4 * m}": random((m, 4 * m)),
+        f"rank {low} + 10% noise {m}×{4 * m}": random((m, low)) @ random((low, 4 * m)) / low**0.5
+        + 0.1 * random((m, 4 * m)),
+        f"σ = k^-½ {m}×{4 * m}": with_spectrum(k**-0.5, 4 * m),
+        f"σ = 1/k {m}×{m}": with_spectrum(1 / k, m),
+        f"σ from 1 to 1e-4 {m}×{m}": with_spectrum(np.geomspace(1, 1e-4, m), m),
+    }
+
+
 def synthetic(m: int) -> dict[str, Tensor]:
-    """The spectra of kernels.lab.triples, and matrices that a kernel may stumble over."""
+    """The matrices above, and some that a kernel may stumble over."""
     matrices = {name: torch.from_numpy(x) for name, x in sample_matrices(m).items()}
     wide = matrices[f"Gaussian {m}×{4 * m}"]
     matrices |= {"Gaussian × 1e-8": wide * 1e-8, "Gaussian × 1e8": wide * 1e8,
@@ -161,77 +176,13 @@ def tables(path: Path = RESULT) -> str:
     return "\n\n".join(parts)
 
 
-def panels(rows: list[dict]) -> dict[str, list[dict]]:
-    """Title -> rows drawn together: a synthetic matrix alone, real ones by kind, early or late."""
-    groups: dict[str, list[dict]] = {}
-    for row in rows:
-        name = row["matrix"]
-        title = "\n".join(name.rsplit(" ", 1))
-        if name.startswith("step "):
-            early = int(name.split()[1].strip(",")) <= 10
-            kind, when = "MLP" if "MLP" in name else "Q, K, V, O", "first 10 steps" if early else "later"
-            title = f"{kind} of training,\n{when}"
-        if row["curves"] and row["rank"] == min(row["shape"]) and " × 1e" not in name:
-            groups.setdefault(title, []).append(row)
-    return groups
-
-
-def draw(report: dict, path: Path) -> None:
-    """Polar error against the number of steps; real matrices as mean and range."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    style = {"font.size": 9, "font.family": "sans-serif", "axes.titlesize": 9, "axes.spines.top": False,
-             "axes.spines.right": False, "svg.fonttype": "none", "svg.hashsalt": "kernels"}
-    groups = panels(report["rows"])
-    if not groups:
-        sys.exit("kernels.lab.polar_error: this file has no curves; measure again")
-    with plt.rc_context(style):
-        high = -(-len(groups) // 5)
-        figure, axes = plt.subplots(high, 5, figsize=(10, 2.5 * high + 0.5), sharex=True, sharey=True,
-                                    squeeze=False, constrained_layout=True)
-        for axis in axes.flat[len(groups):]:
-            axis.set_visible(False)
-        for axis, (title, rows) in zip(axes.flat, groups.items()):
-            draw_panel(axis, title if len(rows) == 1 else f"{title} ({len(rows)})", rows, report["lower"])
-        handles = axes[0, 0].get_legend_handles_labels()
-        figure.legend(*handles, loc="outside lower center", ncols=2, frameon=False)
-        for axis in axes[-1]:
-            axis.set_xlabel("steps")
-        figure.supylabel("relative distance to the polar factor", fontsize=9)
-        figure.suptitle(f"newton_schulz on one {report['machine']}, {report['dtype']}, {report['date']}")
-        path.parent.mkdir(exist_ok=True)
-        save(figure, path)
-    print(f"drew {path}")
-
-
-def draw_panel(axis, title: str, rows: list[dict], lower: dict[str, list[float]]) -> None:
-    for kind, color, marker in (("plain", "#0072B2", "o"), ("AOL", "#D55E00", "s")):
-        steps = [n for n, _ in rows[0]["curves"][kind]]
-        errors = np.array([[error for _, error in row["curves"][kind]] for row in rows])
-        ends = ", ".join(f"{end:g}" for end in sorted(set(lower[kind]), reverse=True))
-        axis.plot(steps, errors.mean(0), color=color, marker=marker, markersize=3,
-                  label=f"{kind}, interval from {ends}")
-        if len(rows) > 1:
-            axis.fill_between(steps, errors.min(0), errors.max(0), color=color, alpha=0.2, linewidth=0)
-    axis.set(title=title, yscale="log", xticks=steps)
-    axis.set_yticks((0.01, 0.1, 1), ("0.01", "0.1", "1"))
-    axis.minorticks_off()
-    axis.grid(alpha=0.25)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m kernels.lab.polar_error", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--real", help="a file of kernels.lab.record_momentum")
     parser.add_argument("--size", type=int, default=768, help="rows of the synthetic matrices")
     parser.add_argument("--out", type=Path, default=Path("polar_error.json"))
-    parser.add_argument("--draw", type=Path, metavar="JSON", help="only draw what an earlier run wrote")
-    parser.add_argument("--figure", type=Path, default=FIGURE)
     options = parser.parse_args(argv)
-    if options.draw:
-        draw(json.loads(options.draw.read_text()), options.figure)
-        return 0
     methods = {"plain 5": method("plain", 5), "AOL 4": method("AOL", 4), "AOL 5": method("AOL", 5)}
     names = {**synthetic(options.size), **(real(options.real) if options.real else {})}
     spectra: dict[str, list[np.ndarray]] = {}
@@ -239,8 +190,7 @@ def main(argv: list[str] | None = None) -> int:
     report = {"machine": torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU",
               "date": date.today().isoformat(), "dtype": "bfloat16" if DEVICE == "cuda" else "float32",
               "of_training": sum(map(of_training, rows)), "rows": rows, "mean_curves": mean_curves(rows),
-              "fits": [fitted(spectra[kind], kind, steps) for kind in spectra for steps in (4, 5, 6)],
-              "lower": {kind: [lower_end(end, n) for n in STEPS] for kind, end in NORMALISATIONS.items()}}
+              "fits": [fitted(spectra[kind], kind, steps) for kind in spectra for steps in (4, 5, 6)]}
     options.out.write_text(json.dumps(report, ensure_ascii=False))
     print(tables(options.out))
     return 0

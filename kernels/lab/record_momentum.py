@@ -1,13 +1,12 @@
 """Save the matrices that Newton–Schulz gets in a training run (Nesterov momentum) at a few steps.
 
-    python -m kernels.lab.record_momentum --out momentum.pt --at 1,10,100,500 --preset corpus --steps 500
-    --micro_batches 1 \\
-        --batch_tokens 32768,32768,32768
+    python -m kernels.lab.record_momentum --out momentum.pt --at 1,10,100,500 --preset corpus --steps 500 \\
+        --micro_batches 1 --batch_tokens 32768,32768,32768
 
 This trains on one device with train_gpt.py's settings until the last of these steps, and keeps eight matrices
 spread over the depth: four of the square ones (Q, K, V and O of different layers) and four of the MLPs'. The
-file holds {"matrices": {name: {step: tensor}}, "losses": [one a step]}. kernels.lab.polar_error and
-kernels.lab.stress read it.
+file holds {"matrices": {name: {step: tensor}}, "losses": [one a step]}.
+kernels.lab.polar_error reads it.
 """
 import argparse
 import sys

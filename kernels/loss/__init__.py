@@ -7,5 +7,3 @@ In reading order:
 - `cross_entropy.py`: what stands between logits and loss, and the gradient of the logits, by Triton kernels.
 """
 from kernels.loss.head import among_candidates, head_loss, head_loss_reference, later_targets
-
-__all__ = ["among_candidates", "head_loss", "head_loss_reference", "later_targets"]

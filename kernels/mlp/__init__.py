@@ -25,9 +25,3 @@ from kernels.mlp.residual import (
     norm_fork_reference,
 )
 from kernels.mlp.residual_fp8 import mlp_input_fp8, norm_fork_fp8
-
-__all__ = [
-    "FeedForwardWeights", "Residual", "Summands", "add_up", "before_head", "feed_forward_fp8",
-    "feed_forward_reference", "feed_forward_weights", "has_feed_forward_fp8", "mlp_input_fp8",
-    "mlp_input_reference", "norm", "norm_fork_fp8", "norm_fork_reference",
-]

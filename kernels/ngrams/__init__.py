@@ -14,9 +14,3 @@ from kernels.ngrams.exchange import ColumnExchange, parts_of_rows, whole_rows
 from kernels.ngrams.row_gradients import RowGradients, enlist, enlist_reference, no_gradients
 from kernels.ngrams.shared_gradient import NGramValues, share_values, share_values_reference
 from kernels.ngrams.table import HASH, InFlight, NGrams, TableState, ngram_index, table_row_bytes
-
-__all__ = [
-    "HASH", "ColumnExchange", "InFlight", "NGramValues", "NGrams", "RowGradients", "TableState", "enlist",
-    "enlist_reference", "ngram_index", "no_gradients", "parts_of_rows", "share_values",
-    "share_values_reference", "table_row_bytes", "whole_rows",
-]

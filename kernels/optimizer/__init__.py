@@ -24,9 +24,3 @@ from kernels.optimizer.master_weight import Master, Rule, apply_update, read_mas
 from kernels.optimizer.normuon import nesterov_momentum, neuron_update
 from kernels.optimizer.orthogonalize import newton_schulz, newton_schulz_reference
 from kernels.optimizer.sparse_adam import row_adam, row_adam_reference
-
-__all__ = [
-    "Averaged", "Averages", "Master", "Rule", "Triple", "adam_update", "apply_update", "lower_end",
-    "nesterov_momentum", "neuron_update", "newton_schulz", "newton_schulz_reference", "polar_express",
-    "read_master", "row_adam", "row_adam_reference", "write_master",
-]

@@ -8,9 +8,8 @@ the middle of the spectrum is not sacrificed to its smallest values) and a *safe
 but the last is that of x / safety, so that rounding cannot push a singular value past the end of the next
 interval, where a quintic diverges).
 
-Everything here is float64 on a CPU and takes milliseconds; results are cached. `python -m
-kernels.lab.triples` shows what each normalisation and choice of triples leaves of the distance to the polar
-factor.
+Everything here is float64 on a CPU and takes milliseconds; results are cached. kernels/README.md has the
+distance to the polar factor that each normalisation and number of steps leaves.
 """
 from functools import lru_cache
 from math import sqrt

@@ -17,12 +17,12 @@ to the polar factor as one by one; three do not.
 
 Two normalisations bring the singular values into [0, 1]:
 
-- "frobenius", which training uses, with 5 steps: s = 1 / (1.02 ‖X‖_F) for all rows.
-- "aol" (Prach and Lampert, arXiv 2208.03160; for Muon: Turbo-Muon, Boissin et al., arXiv 2512.04632), with 4
-  steps:
-  s_i = (Σ_j |A_ij|)^-½. It bounds the largest singular value by 1 with little slack, which saves a step, but
-  slightly turns the direction: the result is polar(diag(s) X). On the momentum of a training run, 5 plain
-  steps come nearer to the polar factor; a whole run ends equally well with either (kernels/README.md).
+- "frobenius", with 5 steps: s = 1 / (1.02 ‖X‖_F) for all rows.
+- "aol" (Prach and Lampert, arXiv 2208.03160; for Muon: Turbo-Muon, Boissin et al., arXiv 2512.04632), which
+  training uses, with 4 steps: s_i = (Σ_j |A_ij|)^-½. It bounds the largest singular value by 1 with little
+  slack, which saves a step, but slightly turns the direction: the result is polar(diag(s) X). On the momentum
+  of a training run, 5 plain steps come nearer to the polar factor; a whole run ends equally well with either
+  (kernels/README.md).
 
 One H200, 4 × 3072 × 768: 246 µs with 5 plain steps and 190 µs with 4 steps after AOL. The plain PyTorch form
 with 5 steps takes 391 µs when compiled. The times do not depend on the coefficients.
@@ -39,7 +39,7 @@ from kernels.optimizer.coefficients import Triple, lower_end, polar_express
 from kernels.optimizer.symmetric import commuting_product, gram, gram_with_row_sums, polynomial
 
 SAFETY = 1.02  # The Frobenius norm is multiplied by this, so that rounding pushes no singular value past 1.
-PLAIN_5 = polar_express(5, lower_end("frobenius", 5))  # the coefficients that training uses
+PLAIN_5 = polar_express(5, lower_end("frobenius", 5))  # the published coefficients
 
 
 def newton_schulz_reference(x: Tensor, triples: tuple[Triple, ...] = PLAIN_5,
@@ -157,22 +157,6 @@ def _real_examples(batch: int, m: int, n: int, methods: dict, form: dict) -> Ite
                       baseline=newton_schulz_reference)
 
 
-def _last_matmul_examples(form: dict) -> Iterator[Example]:
-    """Because aI is inside P, the last matmul PX is a plain one, for which torch has the fastest kernel."""
-    def unfolded(p: Tensor, x: Tensor) -> Tensor:
-        return torch.baddbmm(x, p, x, beta=3.9)
-
-    many = [(batch, m, 768) for m in (768, 3072) for batch in (1, 4, 8, 32)]
-    for batch, m, n in [*many, *((1, n, n) for n in (2048, 4096, 8192))]:
-        def inputs(batch: int = batch, m: int = m, n: int = n) -> tuple[Tensor, Tensor]:
-            x, p = (torch.randn(batch, rows, n, **form) for rows in (m, n))
-            return gram(p) / n, x.mT if m > n else x
-
-        flop, size = 2.0 * batch * m * n * n, 2.0 * batch * (2 * m * n + n * n)
-        yield Example("last product PX, bmm (against baddbmm)", f"{batch} × {m} × {n}", inputs, torch.bmm,
-                      torch.bmm, flop, size, baseline=unfolded, compile=False)
-
-
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
     """Batches of 768 × 768 and 3072 × 768 as in training, and larger matrices; or small ones of any form."""
     methods = {"AOL 4": (polar_express(4, lower_end("aol", 4)), "aol"),
@@ -185,7 +169,6 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         for shape in ((1, 3072, 768), (8, 3072, 768), (32, 3072, 768), (1, 768, 768), (4, 768, 768),
                       (8, 768, 768), (32, 768, 768), (1, 2048, 2048), (1, 8192, 8192)):
             yield from _real_examples(*shape, methods, form)
-        yield from _last_matmul_examples(form)
         return
     del methods["AOL 5"]
     for shape in ((2, 130, 70), (3, 33, 129), (2, 150, 40), (1, 1, 9)):

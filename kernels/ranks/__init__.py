@@ -5,5 +5,3 @@
 - `timetable.py`: which collective of a step starts where.
 """
 from kernels.ranks.collectives import Collectives, PeerCopies, Work, can_copy, wait
-
-__all__ = ["Collectives", "PeerCopies", "Work", "can_copy", "wait"]

@@ -3,8 +3,8 @@
 A step's forward pass has stops: "n-grams", "embedding", "layer 0", "layer 1", …, "head". Its backward pass
 comes by them in reverse. `timetable` makes lists of transfers from the kind of step and from the rounds in
 which each group of parameters sends; those depend on the number of ranks. `Optimizer` in train_gpt.py works
-through the lists, and `python train_gpt.py --timetable 4` prints them. tests/test_timetable.py pins them for
-1, 2, 4 and 8 ranks and compares them with what a step really sends.
+through the lists, and `python train_gpt.py --timetable 4` prints them. tests/timetable.txt pins the lists
+for four ranks and the rounds for 1, 2, 4 and 8; a test compares them with what a step really sends.
 
     weights     all_gather, started two stops before the forward pass needs them, under the layers between
     gradients   reduce_scatter, started once the backward pass has left the stop that uses the weights first

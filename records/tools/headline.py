@@ -6,7 +6,6 @@ A line is the training loss of a record's runs, which were scored at their ends 
 runs and over 41 steps. The filled mark at its end is the mean validation loss. Of the public script there
 are no logs here, so its validations stand in PUBLIC below.
 """
-import re
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -15,6 +14,7 @@ from matplotlib.axes import Axes
 
 from records.tools.plots import INK, STYLE, smooth
 from records.tools.record import RECORDS, load
+from records.tools.svg import compact
 
 SHOWN = {"4 × H200": "2026-11-22_four-h200-copies", "2 × H200": "2026-11-22_two-h200-long-table",
          "1 × H200": "2026-11-22_one-h200"}
@@ -26,6 +26,7 @@ PUBLIC = {"4 × H200": [[(18.7, 4.3273), (47.7, 3.4343), (80.2, 3.2709)]],
 THEMES = {"light": (INK, ["#0072B2", "#D55E00", "#009E73"]),
           "dark": ("#e6edf3", ["#56B4E9", "#FF9E57", "#3FCFA2"])}
 WINDOW = 41     # steps
+EVERY = 8       # One step of so many is a point of the line.
 LIMITS = (3.2, 4.6)
 
 
@@ -35,7 +36,7 @@ def draw_record(axes: Axes, name: str, color: str) -> None:
     seconds = np.mean([run.step_time_s for run in runs], axis=0)
     losses = np.mean([smooth(run.steps["loss"], WINDOW) for run in runs], axis=0)
     time_s, loss = (np.mean([getattr(run, what) for run in runs]) for what in ("time_s", "loss"))
-    axes.plot(seconds[WINDOW:], losses[WINDOW:], color=color)
+    axes.plot(seconds[WINDOW::EVERY], losses[WINDOW::EVERY], color=color)
     axes.plot([time_s], [loss], "o", color=color, markersize=6, linestyle="-",
               label=f"this project, {name}, {len(runs)} runs: {time_s:.1f} s, {loss:.4f}")
 
@@ -46,13 +47,6 @@ def draw_public(axes: Axes, name: str, color: str) -> None:
     for i, run in enumerate(PUBLIC[name]):
         label = f"public script, {name}: {ends}" if i == 0 else None
         axes.plot(*zip(*run), "D", color=color, markersize=6, fillstyle="none", linestyle=":", label=label)
-
-
-def rounded(svg: str) -> str:
-    """The picture with paths to a hundredth of a point, finer than any screen, and each path in one line."""
-    def shortened(path: re.Match) -> str:
-        return re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace(" \n", " ").replace("\n", " ")
-    return re.sub(r' d="[^"]*"', shortened, svg)
 
 
 def draw(theme: str) -> Path:
@@ -76,7 +70,7 @@ def draw(theme: str) -> Path:
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
-    path.write_text(rounded(path.read_text()))
+    path.write_text(compact(path.read_text()))
     return path
 
 

@@ -21,6 +21,7 @@ from scipy import stats
 from records.tools.schedule import panels
 from records.tools.schema import RecordError, Run
 from records.tools.stats import SIGNIFICANCE, describe
+from records.tools.svg import compact
 
 plt.switch_backend("Agg")  # files only: no window, no display needed
 
@@ -33,7 +34,8 @@ INK = "#1a1b1e"  # of text, axes and reference lines; in a page's SVG it becomes
 STYLE = {
     "figure.figsize": (4.4, 3.3),  # inches: a column of print, and text of a readable size on a phone
     "figure.constrained_layout.use": True, "savefig.dpi": 250,
-    "font.family": "sans-serif", "font.size": 10, "legend.fontsize": 9, "legend.frameon": False,
+    "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 10,
+    "legend.fontsize": 9, "legend.frameon": False,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
     "grid.color": INK, "grid.linewidth": 0.5, "lines.linewidth": 1.4, "lines.markersize": 4,
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -288,8 +290,5 @@ def page_svg(figure: Figure, name: str) -> str:
     with plt.rc_context(STYLE):
         figure.savefig(buffer, format="svg", bbox_inches="tight", transparent=True, metadata={"Date": None})
     plt.close(figure)
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg"):].replace(INK, "currentColor")
-    # Finer than any screen.
-    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
+    svg = compact(buffer.getvalue()).replace(INK, "currentColor")
     return re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)

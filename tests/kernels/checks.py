@@ -1,8 +1,6 @@
 """What the tests of kernels share: where they run, in which dtypes, and how an example is checked."""
-from collections.abc import Callable
 from functools import partial
 
-import pytest
 import torch
 
 from kernels.example import Example, copied, in_double, relative_error, tensors
@@ -12,12 +10,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # compile.
 DTYPES = [torch.bfloat16] if DEVICE.type == "cuda" else [torch.float32, torch.float16]
 DTYPE = DTYPES[0]
-
-
-def each_odd_example(examples: Callable) -> pytest.MarkDecorator:
-    """Run a test once for each of a kernel module's small examples, as its argument `example`."""
-    found = list(examples("odd", DEVICE, DTYPE))
-    return pytest.mark.parametrize("example", found, ids=lambda e: f"{e.name}, {e.shape}")
 
 
 def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.attention import output
 from kernels.bench import __main__ as bench
 from kernels.bench import discover, results, timing
-from kernels.optimizer import symmetric
+from kernels.optimizer import sparse_adam, symmetric
 
 ROOT = Path(bench.__file__).parents[2]
 CPU = torch.device("cpu")
@@ -48,10 +49,12 @@ def test_a_row_says_whether_its_kernel_changed_since():
 
 
 def test_times_are_grouped_by_room_and_computed_from_the_row():
-    table = results.times([row(us=100.0, baseline_us=1250.0, flop=79e9)])
-    assert table.startswith("One some GPU, torch 0, triton 0") and "**optimizer**" in table
-    assert table.endswith("| gram XXᵀ | 4 × 768 × 768 | 100 | 1,250 | 12.50× | 790 | 100% | 2026-11-21 |")
-    assert results.times([row(), row("no such kernel")]).count("\n") == results.times([row()]).count("\n")
+    shown = row("scaled weight", "1536 × 768", us=100.0, baseline_us=1250.0, flop=79e9,
+                file=results.source_hash(output))
+    table = results.times([shown, row("no such kernel"), row("gram XXᵀ")])
+    assert table.startswith("One some GPU, torch 0, triton 0") and "**attention**" in table
+    assert table.endswith("| scaled weight | 1536 × 768 | 100 | 1,250 | 12.50× | 790 | 100% | 2026-11-21 |")
+    assert "no such kernel" not in table and "gram" not in table        # The figure draws gram.
 
 
 def test_numbers_with_and_without_commas_are_the_same():
@@ -92,6 +95,18 @@ def test_the_figure_is_drawn_from_rows(tmp_path):
     assert all(f">{text}<" in drawn for text in texts)
 
 
+def test_each_kernel_is_launched_and_what_is_not_finite_is_named(monkeypatch, capsys):
+    """In two runs, the second one with a kernel that gives NaN."""
+    found = [(sparse_adam, example) for example in sparse_adam.examples("odd", CPU, torch.float32)][-1:]
+    monkeypatch.setattr(bench, "every_example", lambda *_: found)
+    assert bench.main(["--odd"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("ok: kernels.optimizer.sparse_adam: Adam") == 1 + len(sparse_adam.CONFIGS)
+    found[0][1].kernel, found[0][1].configs = lambda state, *_: state[0] * torch.nan, ()
+    assert bench.main(["--odd"]) == 1
+    assert capsys.readouterr().out.startswith("NOT FINITE: kernels.optimizer.sparse_adam")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_without_a_gpu_the_benchmark_ends_with_one_line():
     result = subprocess.run([sys.executable, "-m", "kernels.bench"], cwd=ROOT, capture_output=True, text=True)
@@ -101,7 +116,7 @@ def test_without_a_gpu_the_benchmark_ends_with_one_line():
 
 def test_every_kernel_file_has_its_line_in_the_map():
     text = results.README.read_text()
-    table = text[text.index("## One line a file"):text.index("## How to add a kernel")]
+    table = text[text.index("## One line a file"):text.index("## How to test")]
     for path in results.README.parent.glob("*/[!_]*.py"):
         if (room := path.parent.name) not in discover.TOOLS:
             lines = [line for line in table.splitlines() if line.startswith(f"| `{room}/")]

@@ -3,7 +3,6 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.lab import triples
 from kernels.optimizer.coefficients import apply, fit, lower_end, polar_error, polar_express
 
 
@@ -45,9 +44,3 @@ def test_coefficients_fitted_after_aol_need_one_step_less():
     lower, error = fit([after_aol], steps=4)
     assert error == polar_error(polar_express(4, lower), after_aol)
     assert error < polar_error(polar_express(5), plain)
-
-
-def test_the_table_of_choices_has_a_row_for_each_spectrum(capsys):
-    triples.main(m=24)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 6 + 2 and lines[0].count("|") == lines[-3].count("|") == 9

@@ -1,9 +1,9 @@
 """The loss of softcapped logits, and its gradient."""
 import pytest
 import torch
-from checks import DEVICE, DTYPE, assert_as_exact_as_pytorch, check, random
+from checks import DEVICE, assert_as_exact_as_pytorch, random
 
-from kernels.loss.cross_entropy import cross_entropy, cross_entropy_reference, examples
+from kernels.loss.cross_entropy import cross_entropy, cross_entropy_reference
 
 # Triton's interpreter truncates when it converts to bfloat16, and gets the subnormals of float8_e5m2 wrong.
 ON_GPU = DEVICE.type == "cuda"
@@ -15,11 +15,6 @@ def counts_for(targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
     weights = torch.rand(vocabulary, device=DEVICE) * 5
     weights[targets[targets >= 0].long()] = 1
     return weights
-
-
-@pytest.mark.parametrize("example", [*examples("odd", DEVICE, DTYPE)], ids=lambda e: f"{e.name}, {e.shape}")
-def test_as_exact_as_pytorch_in_every_configuration(example):
-    check(example)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

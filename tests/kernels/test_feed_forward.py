@@ -2,7 +2,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import DEVICE, DTYPE, assert_as_exact_as_pytorch, check, error, random
+from checks import DEVICE, assert_as_exact_as_pytorch, error, random
 
 from kernels.fp8.quantize import quantize_reference
 from kernels.fp8.scales import gradient_scales_reference, mlp_scales_reference
@@ -10,7 +10,6 @@ from kernels.fp8.weights import fp8_weights, fp8_weights_reference
 from kernels.gradients import Gradient
 from kernels.mlp import feed_forward
 from kernels.mlp.feed_forward import (
-    examples,
     feed_forward_fp8,
     feed_forward_reference,
     feed_forward_weights,
@@ -20,6 +19,7 @@ from kernels.mlp.relu_squared import (
     relu_squared_fp8_reference,
 )
 
+pytestmark = pytest.mark.usefixtures("large_tiles")
 # What the kernels of the FP8 form are replaced by, so that the same sequence runs in plain PyTorch.
 REFERENCES = {
     "quantize": quantize_reference, "fp8_weights": fp8_weights_reference, "mlp_scales": mlp_scales_reference,
@@ -56,11 +56,6 @@ def mlp_inputs(tokens: int, width: int, hidden: int) -> list[torch.Tensor]:
     return [tensor.to(dtype) for tensor in (x, *weights, grad)]
 
 
-@pytest.mark.parametrize("example", [*examples("odd", DEVICE, DTYPE)], ids=lambda e: f"{e.name}, {e.shape}")
-def test_near_bfloat16(example):
-    check(example)
-
-
 def test_as_near_to_full_precision_as_its_reference():
     """And near; no scale of the gradient or of a weight is too small or too large."""
     inputs = mlp_inputs(144, 64, 96)
@@ -80,7 +75,7 @@ def test_as_near_to_full_precision_as_its_reference():
 
 
 def test_zeros_give_zeros_and_nothing_infinite():
-    x, w_in, w_out, grad = mlp_inputs(144, 64, 96)
+    x, w_in, w_out, grad = mlp_inputs(48, 64, 96)
     nothing_out, nothing_in = torch.zeros_like(w_out), torch.zeros_like(w_in)
     for tensor in both_ways(in_fp8, x, w_in, nothing_out, grad)[:3]:
         assert tensor.eq(0).all()
@@ -101,7 +96,7 @@ def test_gradients_in_fp8_are_off_by_what_was_measured():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gradients_go_where_they_are_told(dtype):
     """Returned, added to a buffer or written over it: the same bits, as autograd adds them too."""
-    x, *weights, grad = (tensor.to(dtype) for tensor in mlp_inputs(144, 64, 96))
+    x, *weights, grad = (tensor.to(dtype) for tensor in mlp_inputs(48, 64, 96))
     w_in, w_out = (weight.requires_grad_() for weight in weights)
     first = [random(*w_in.shape).to(dtype) for _ in range(2)]
     results = []
@@ -131,7 +126,7 @@ def test_weights_quantised_beforehand_give_the_same_bits():
     ("x", float("nan")),                    # A normed row holds no infinity: its norm makes it NaN.
     *((which, bad) for which in ("w_in", "w_out", "grad") for bad in (float("nan"), float("inf")))])
 def test_nan_and_inf_reach_the_weight_gradients(which, bad):
-    inputs = dict(zip(("x", "w_in", "w_out", "grad"), mlp_inputs(144, 64, 96)))
+    inputs = dict(zip(("x", "w_in", "w_out", "grad"), mlp_inputs(48, 64, 96)))
     inputs[which][3, 5] = bad
     results = both_ways(in_fp8, *inputs.values())
     assert not all(tensor.isfinite().all() for tensor in results[2:])

@@ -2,15 +2,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import DEVICE, DTYPE, check, error, random, same_bits
+from checks import DEVICE, error, random, same_bits
 
 from kernels.fp8.formats import E4M3, E5M2
-from kernels.fp8.matmul import examples, fp8_linear, fp8_matmul, linear_reference
-
-
-@pytest.mark.parametrize("example", [*examples("odd", DEVICE, DTYPE)], ids=lambda e: f"{e.name}, {e.shape}")
-def test_as_exact_as_pytorch(example):
-    check(example)
+from kernels.fp8.matmul import fp8_linear, fp8_matmul, linear_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

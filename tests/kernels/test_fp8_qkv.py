@@ -3,11 +3,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checks import DEVICE, assert_as_exact_as_pytorch, check, error, random, same_bits
+from checks import DEVICE, assert_as_exact_as_pytorch, error, random, same_bits
 
 import kernels.attention.fp8_qkv
 from kernels.attention.example_inputs import HeadInputs
-from kernels.attention.fp8_qkv import QKV_GRADIENT_SCALE, examples, qkv_fp8, qkv_fp8_reference
+from kernels.attention.fp8_qkv import QKV_GRADIENT_SCALE, qkv_fp8, qkv_fp8_reference
 from kernels.attention.inputs import Positions, Projection, QKVWeight, ValueRows
 from kernels.attention.qkv import qkv_heads_reference
 from kernels.attention.qkv_kernels import CONFIGS, FP8_CONFIGS, heads_backward
@@ -25,13 +25,6 @@ from kernels.ngrams.shared_gradient import leave_gradient, share_values, sum_ove
 
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # FP8 quantises no float16 here
 ON_CPU = DEVICE.type == "cpu"
-EXAMPLES = list(examples("odd", DEVICE, DTYPE))
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e.name}, {e.shape}")
-def test_fp8_is_near_full_precision(example):
-    check(example)
-
 
 # ---- The same in plain PyTorch with FP8 matmuls, to compare with -------------------------------------------
 
@@ -94,7 +87,7 @@ def sized(n: int, heads: int, dims: tuple[int, int], value: bool, key_offset: bo
 
 
 @pytest.mark.parametrize("key_offset", [False, True])
-@pytest.mark.parametrize("n, heads, dims", [(16, 1, (16, 16)), (144, 3, (16, 32)), (48, 2, (32, 16))])
+@pytest.mark.parametrize("n, heads, dims", [(16, 1, (16, 16)), (80, 3, (16, 32)), (48, 2, (32, 16))])
 def test_gradient_of_qkv_in_fp8_both_ways(n, heads, dims, key_offset, monkeypatch):
     """Rows and transpose hold the same bits, near the reference's, and every one of them is written."""
     scale = torch.tensor(2.0 ** -12, device=DEVICE)
@@ -105,7 +98,7 @@ def test_gradient_of_qkv_in_fp8_both_ways(n, heads, dims, key_offset, monkeypatc
     assert nothing is None and same_bits(plain_transposed, paired(plain.T))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **more: empty(*args, **more).fill_(float("nan")))
-    for tuned in FP8_CONFIGS if n == 144 else FP8_CONFIGS[:1]:
+    for tuned in FP8_CONFIGS if n == 80 else FP8_CONFIGS[:1]:
         grad8, *same, transposed = heads_backward(grads, *inputs, scale, tuned)
         assert grad8.dtype == transposed.dtype == torch.float8_e5m2 and grad8.shape == qkv.shape
         assert same_bits(transposed, paired(grad8.T))
@@ -154,8 +147,9 @@ def results(function, x, projection, positions, value, ngrams, shape, grads) -> 
     return [*(y.detach() for y in out), *found]
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("value", [False, True])
-@pytest.mark.parametrize("n, heads, dims", [(144, 2, (32, 32)), (112, 2, (16, 32)), (48, 3, (32, 16))])
+@pytest.mark.parametrize("n, heads, dims", [(80, 2, (32, 32)), (112, 1, (16, 32)), (48, 3, (32, 16))])
 def test_qkv_fp8_is_as_near_to_full_precision_as_plain_fp8(n, heads, dims, value):
     """And near it; and four times the gradient brings four times the gradients."""
     inputs = inputs_of(sized(n, heads, dims, value))
@@ -192,6 +186,7 @@ def test_qkv_fp8_fills_its_weights_gradient(accumulate):
     assert accumulate or torch.equal(buffer, returned[1])
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("value", [False, True])
 def test_ngram_rows_in_qkv_fp8(value):
     """They change their head's values alone and no other gradient; theirs is that of v."""
@@ -237,6 +232,7 @@ def test_qkv_fp8_scales_the_matmul_and_not_the_weight(monkeypatch):
         assert bool(ours[4].any()) == (number != 0) and ours[5] != 0
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("count", [1, 2])
 def test_qkv_fp8_of_an_input_normed_into_fp8(count):
     """Two layers read one norm: as by way of the norm in bf16, except for v, whose gates see x in FP8."""

@@ -3,22 +3,17 @@ import inspect
 
 import pytest
 import torch
-from checks import DEVICE, DTYPES, assert_as_exact_as_pytorch, check, each_odd_example, error, random
+from checks import DEVICE, DTYPES, assert_as_exact_as_pytorch, error, random
 
 from kernels.optimizer.coefficients import lower_end, polar_express
-from kernels.optimizer.orthogonalize import examples, newton_schulz, newton_schulz_reference
+from kernels.optimizer.orthogonalize import newton_schulz, newton_schulz_reference
 
-SHAPES = [(1, 9), (9, 1), (5, 7), (96, 96), (130, 70), (2, 70, 260)]
+SHAPES = [(1, 9), (9, 1), (5, 7), (96, 96), (130, 70), (2, 70, 150)]
 METHODS = [("frobenius", polar_express(5)), ("aol", polar_express(4, lower_end("aol", 4)))]
 
 
-@each_odd_example(examples)
-def test_an_example_is_as_exact_as_its_reference(example):
-    check(example)
-
-
 @pytest.mark.parametrize("function", [newton_schulz, newton_schulz_reference])
-def test_the_default_is_what_training_uses(function):
+def test_the_default_is_the_published_form(function):
     defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
     assert defaults["triples"] == polar_express(5) and defaults["normalisation"] == "frobenius"
 

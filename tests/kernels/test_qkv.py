@@ -4,12 +4,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import DEVICE, DTYPE, DTYPES, assert_as_exact_as_pytorch, check, error, random, same_bits
+from checks import DEVICE, DTYPE, DTYPES, assert_as_exact_as_pytorch, error, random, same_bits
 
 from kernels.attention.example_inputs import HeadInputs, both_ways
 from kernels.attention.inputs import HeadShape, Positions, Projection, ValueRows
 from kernels.attention.output import scaled_linear
-from kernels.attention.qkv import examples, project_heads, qkv_heads, qkv_heads_reference
+from kernels.attention.qkv import project_heads, qkv_heads, qkv_heads_reference
 from kernels.attention.qkv_kernels import CONFIGS, heads_backward, heads_forward
 from kernels.attention.rotary import rotary_tables
 from kernels.attention.value_gate import value_mix
@@ -17,7 +17,6 @@ from kernels.example import in_double
 from kernels.gradients import Gradient
 from kernels.ngrams.shared_gradient import NGramValues, share_values, share_values_reference
 
-EXAMPLES = [example for dtype in DTYPES for example in examples("odd", DEVICE, dtype)]
 # Which backward passes must repeat the first to the bit: that of another call, and a second one of its graph.
 # The interpreter takes its time for each token and has one order anyway.
 REPEATS = (False, True) if DEVICE.type == "cuda" else (True,)
@@ -36,14 +35,7 @@ def poison_allocations(monkeypatch) -> None:
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e.name}, {e.shape}")
-def test_qkv_heads_are_their_reference(example):
-    """Outputs, and gradients from gradients of which one is not contiguous."""
-    check(example)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dims", [(16, 16), (8, 16)])
+@pytest.mark.parametrize("dims, dtype", [((16, 16), DTYPES[0]), ((8, 16), DTYPES[-1])])
 def test_where_blocks_of_tokens_end_changes_nothing(dims, dtype):
     """The key offset reaches from one block into the next. The first token is a start, said or not."""
     _, _, seen, value, *_, grads = sized(21, 2, dims, True, dtype=dtype).from_qkv()
@@ -139,10 +131,9 @@ def layers_with_ngrams(functions, layers: list, shared: list, repeat: bool = Fal
     return [*(x.detach() for x in outs), *torch.autograd.grad(outs, wanted, grads)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("value, key_offset", [(False, True), (True, False)])
+@pytest.mark.parametrize("value, key_offset, dtype", [(False, True, DTYPES[0]), (True, False, DTYPES[-1])])
 @pytest.mark.parametrize("n, heads, dims, count", [
-    (21, 2, (16, 32), 1), (1, 2, (16, 16), 2), (9, 3, (32, 16), 2), (9, 1, (64, 128), 1)])
+    (13, 2, (16, 32), 1), (1, 2, (16, 16), 2), (9, 3, (32, 16), 2), (9, 1, (64, 128), 1)])
 def test_ngram_rows_in_the_values_of_all_layers(n, heads, dims, count, key_offset, value, dtype):
     """The gradients of the rows and of all scales at once; also where v's is not contiguous or not there."""
     size = sized(n, heads, dims, value, key_offset, dtype)

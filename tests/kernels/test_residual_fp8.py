@@ -1,7 +1,7 @@
 """Sum and norm in one pass that writes FP8, and its gradient with the MLP behind it."""
 import pytest
 import torch
-from checks import DEVICE, DTYPE, assert_as_exact_as_pytorch, check, error, random, same_bits
+from checks import DEVICE, assert_as_exact_as_pytorch, error, random, same_bits
 
 from kernels.fp8.formats import paired
 from kernels.fp8.quantize import quantize, quantize_reference
@@ -9,14 +9,13 @@ from kernels.mlp.feed_forward import feed_forward_fp8, feed_forward_reference
 from kernels.mlp.residual import add_up, mlp_input_reference, norm_fork_reference
 from kernels.mlp.residual_fp8 import (
     CONFIGS,
-    examples,
     mlp_input_fp8,
     norm_fork_fp8,
     sum_and_norm_fp8,
     sum_and_norm_fp8_reference,
 )
 
-MANY = 1040 if DEVICE.type == "cuda" else 144   # tokens, of several tiles; the interpreter takes its time
+MANY = 1040 if DEVICE.type == "cuda" else 80    # tokens, of several tiles; the interpreter takes its time
 
 
 def double(tensors) -> tuple[torch.Tensor, ...]:
@@ -27,11 +26,6 @@ def ordered(codes: torch.Tensor) -> torch.Tensor:
     """FP8 numbers as integers in their order: neighbours differ by 1, and both zeros are 0."""
     bits = codes.view(torch.int8).int()
     return torch.where(bits < 0, -(bits & 127), bits)
-
-
-@pytest.mark.parametrize("example", [*examples("odd", DEVICE, DTYPE)], ids=lambda e: f"{e.name}, {e.shape}")
-def test_as_exact_as_pytorch(example):
-    check(example)
 
 
 @pytest.mark.parametrize("with_scales", [False, True])
@@ -65,8 +59,9 @@ def test_norms_have_the_bits_of_their_float32_numbers_rounded_to_fp8(n, width, c
         assert error(q, exact[1].double()) < limit
         exact_rms = (y.double().square().mean(1) + torch.finfo(torch.float32).eps).sqrt()
         assert (rms.double() - exact_rms).abs().max() < 1e-3
-        again = sum_and_norm_fp8(summands, scales, tuned)
-        assert all(x is y or same_bits(x, y) for x, y in zip(found, again))
+        if DEVICE.type == "cuda":                           # The interpreter has one order anyway.
+            again = sum_and_norm_fp8(summands, scales, tuned)
+            assert all(x is y or same_bits(x, y) for x, y in zip(found, again))
 
 
 def test_it_refuses_what_it_cannot_do():
@@ -125,7 +120,8 @@ def layer(enter, feed_forward):
     return run
 
 
-@pytest.mark.parametrize("n", [16, 48, MANY])
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("n", [16, MANY])
 def test_an_mlp_whose_input_is_normed_into_fp8(n):
     """At most twice as far from float64 as by way of a norm in bfloat16; on a CPU near that; bit-equal when
     repeated."""

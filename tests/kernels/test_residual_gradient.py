@@ -1,23 +1,18 @@
 """The gradient of a residual stream's summands and scales."""
 import pytest
 import torch
-from checks import DEVICE, DTYPE, check, error, random
+from checks import DEVICE, error, random
 
 from kernels.mlp.residual import mlp_input_reference
 from kernels.mlp.residual_fp8 import sum_and_norm_fp8
-from kernels.mlp.residual_gradient import CONFIGS, examples, residual_backward
+from kernels.mlp.residual_gradient import CONFIGS, residual_backward
 
 
-@pytest.mark.parametrize("example", [*examples("odd", DEVICE, DTYPE)], ids=lambda e: f"{e.name}, {e.shape}")
-def test_as_exact_as_pytorch(example):
-    check(example)
-
-
-@pytest.mark.parametrize("c", [1.3, -0.7, 0.0])
-@pytest.mark.parametrize("tuned", CONFIGS)
+@pytest.mark.parametrize("tuned, c", [*((tuned, 1.3) for tuned in CONFIGS), (None, -0.7), (None, 0.0)])
 def test_it_is_the_gradient_that_autograd_finds(tuned, c):
-    """If c is 0, c y says nothing of y: the gradients are finite, and as if y were 0."""
-    x, out_grad, norm_grad = (random(32, 40) for _ in range(3))
+    """In rows that no whole number of chunks fills. If c is 0, c y says nothing of y: the gradients are
+    finite, and as if y were 0."""
+    x, out_grad, norm_grad = (random(16, 528) for _ in range(3))
     scales = torch.tensor([0.9, c], device=DEVICE)
     out, _, _, rms = sum_and_norm_fp8((x, 3 * x), scales)
     found, scale_grads = residual_backward(out_grad, (norm_grad,), out, rms, scales, tuned)
@@ -34,18 +29,13 @@ def test_it_is_the_gradient_that_autograd_finds(tuned, c):
     assert error(scale_grads, wanted_scale_grads) < 100 * tolerance
 
 
-@pytest.mark.parametrize("tuned", CONFIGS[1:])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_every_configuration_finds_the_same(tuned, scaled):
-    """Also for rows that no whole number of chunks fills."""
+def test_no_scales_are_scales_of_one():
     out, out_grad, *norm_grads = (random(13, 528) for _ in range(4))
     rms = torch.rand(13, device=DEVICE) + 0.5
-    scales = torch.tensor([0.9, 1.2], device=DEVICE) if scaled else None
-    first, other = (residual_backward(out_grad, tuple(norm_grads), out, rms, scales, config)
-                    for config in (CONFIGS[0], tuned))
-    assert (first[1] is None) == (other[1] is None) == (not scaled)
-    for a, b in zip(first[:1 + scaled], other[:1 + scaled], strict=True):
-        assert error(b, a.double()) < (1e-6 if DEVICE.type == "cpu" else 1e-2)
+    inputs = out_grad, tuple(norm_grads), out, rms
+    found, nothing = residual_backward(*inputs)
+    assert nothing is None
+    assert error(found, residual_backward(*inputs, torch.ones(2, device=DEVICE))[0].double()) < 1e-6
 
 
 def test_it_refuses_what_it_cannot_do():

@@ -1,24 +1,16 @@
 """The gradient of n-gram rows, summed over the layers that add them to their values."""
 import pytest
 import torch
-from checks import DEVICE, DTYPE, DTYPES, assert_as_exact_as_pytorch, check, random
+from checks import DEVICE, DTYPE, assert_as_exact_as_pytorch, random
 
 from kernels.attention.example_inputs import HeadInputs
 from kernels.attention.qkv import qkv_heads
 from kernels.ngrams.shared_gradient import (
     CONFIGS,
-    examples,
     share_values,
     sum_over_layers,
     sum_over_layers_reference,
 )
-
-EXAMPLES = [example for dtype in DTYPES for example in examples("odd", DEVICE, dtype)]
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e.name}, {e.shape}")
-def test_sum_over_layers_is_its_reference(example):
-    check(example)
 
 
 @pytest.mark.parametrize("tuned", CONFIGS)

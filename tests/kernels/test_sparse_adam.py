@@ -4,16 +4,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from checks import DEVICE, check, each_odd_example, random
+from checks import DEVICE, random
 
 from kernels.ngrams.row_gradients import RowGradients, enlist, no_gradients
 from kernels.optimizer import Master, Rule, adam_update, row_adam, row_adam_reference
-from kernels.optimizer.sparse_adam import examples
-
-
-@each_odd_example(examples)
-def test_an_example_is_as_exact_as_its_reference(example):
-    check(example)
 
 
 class State(NamedTuple):

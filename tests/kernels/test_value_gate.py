@@ -1,16 +1,9 @@
 """The gate of value rows: how much of its value row each head takes, and the gradients added in place."""
 import pytest
 import torch
-from checks import DEVICE, DTYPES, assert_as_exact_as_pytorch, check, random
+from checks import DEVICE, assert_as_exact_as_pytorch, random
 
-from kernels.attention.value_gate import examples, value_mix, value_mix_backward, value_mix_reference
-
-EXAMPLES = [example for dtype in DTYPES for example in examples("odd", DEVICE, dtype)]
-
-
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: f"{e.name}, {e.shape}")
-def test_value_mix_is_its_reference(example):
-    check(example)
+from kernels.attention.value_gate import value_mix, value_mix_backward, value_mix_reference
 
 
 def reference_rows_grad(dtype, mix_grad, seen, rows, gate) -> torch.Tensor:
