@@ -42,10 +42,10 @@ def row(record: Record) -> list[str]:
 
 
 def readme_table(records: list[Record]) -> str:
-    """The README's table of records, newest first; it links to the folders."""
+    """The table of records in records/README.md, newest first; it links to the folders."""
     if not records:
         return "No records yet: `python -m records new` makes the first one of finished runs."
-    rows = [[f"[{record.data['title']}](records/{record.name})", *row(record)]
+    rows = [[f"[{record.data['title']}]({record.name})", *row(record)]
             for record in reversed(records)]
     words = {HEAD.index(name) for name in ("record", "machine", "preset", "by")}
     return markdown.table(HEAD, rows, words) + "\n\n" + LEGEND
@@ -56,7 +56,7 @@ def write(root: Path) -> tuple[Path, list[str]]:
     records, notes = load_all(root), []
     for record in records:
         refresh(record.folder / "README.md", "result", result_table(record.data), notes)
-    refresh(root.parent / "README.md", MARKER, readme_table(records), notes)
+    refresh(root / "README.md", MARKER, readme_table(records), notes)
     page = root / "index.html"
     page.write_text(html_page(records))
     return page, notes
