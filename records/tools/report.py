@@ -2,11 +2,12 @@
 import base64
 import difflib
 import json
-import re
 from collections import defaultdict
 from datetime import date
 from html import escape
 from pathlib import Path
+
+from markdown_it import MarkdownIt
 
 from records.tools import markdown
 from records.tools.compare import compare, difference_text
@@ -124,13 +125,10 @@ def record_html(record: Record, parent: Record | None) -> str:
 
 
 def words_html(readme: str) -> list[str]:
-    """What changed and why it works, by the record's README. Of its Markdown only paragraphs and code."""
-    parts = []
-    for title in markdown.WRITTEN_SECTIONS:
-        paragraphs = re.split(r"\n\n|\n(?=[-*] )", markdown.titled(readme, title) or "")
-        words = [re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text.strip())) for text in paragraphs]
-        parts += [f"<h3>{title}</h3>", *(f"<p>{text}</p>" for text in words)]
-    return parts
+    """What changed and why it works, by the record's README. HTML among its Markdown is shown as text."""
+    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
+    return [f"<h3>{title}</h3>\n{reader.render(markdown.titled(readme, title) or '')}"
+            for title in markdown.WRITTEN_SECTIONS]
 
 
 CAPTIONS = {"loss-time": "Loss against time", "loss-tokens": "Loss against tokens",
