@@ -299,7 +299,8 @@ def test_no_setting_is_one_of_the_launchers():
 def test_a_preset_from_outside_the_program_trains(tmp_path, shards):
     """`records.recipes.medium`, 16 layers deep, at a tiny width on bytes."""
     arguments = [*TINY, "--vocab_size", "257", "--batch_tokens", "256,512,768", "--micro_batches", "2",
-                 "--steps", "3", "--extra_steps", "1", "--val_every", "0", "--softmax_samples", "0", "--ngrams", "2,3", "--ngram_block", "16"]
+                 "--steps", "3", "--extra_steps", "1", "--val_every", "0", "--softmax_samples", "0",
+                 "--ngrams", "2,3", "--ngram_block", "16"]
     result = subprocess.run([sys.executable, "-m", "records.recipes.medium", *arguments], cwd=ROOT,
                             env=environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path)), timeout=200,
                             capture_output=True, text=True)
