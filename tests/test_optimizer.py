@@ -20,6 +20,12 @@ from records.run import settings
 REFERENCES = train_gpt.references()
 
 
+@pytest.fixture
+def config(config):
+    """With every kind of step, in small ones."""
+    return settings.change(config, micro_batches=2, batch_tokens=(256, 512, 512))
+
+
 def orthogonalise(x):
     return updates.newton_schulz_reference(x, updates.polar_express(5), "frobenius")
 
@@ -184,16 +190,15 @@ def test_shards_cover_every_matrix_once(config, ranks, matrices):
 
 @pytest.fixture(scope="module")
 def ranks_results(shards, tmp_path_factory):
-    """What 1, 2, 4 and 8 gloo ranks hold after each of 20 steps of the same 8 micro-batches.
+    """What 1, 2, 4 and 8 gloo ranks hold after each of 8 steps of the same 8 micro-batches.
 
     By the number of ranks, the rank, and whether collectives run under computation. The steps are of every
     kind, and the embedding is untied on the way. Queries and keys are narrower than values, so that the
     matrices of attention and of the MLPs have different shapes.
     """
     out = tmp_path_factory.mktemp("ranks")
-    flags = ["--preset", "cpu", *TINY, "--steps", "18", "--epochs", "9", "--qk_dim", "16",
-             "--ngram_rows", "512", "--data_path", str(shards)]
-    subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "20", *flags], cwd=ROOT,
+    flags = ["--preset", "cpu", *TINY, "--qk_dim", "16", "--ngram_rows", "512", "--data_path", str(shards)]
+    subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "8", *flags], cwd=ROOT,
                    env=environment(), check=True, timeout=480, capture_output=True)
     return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)
             for overlap, result in torch.load(out / f"{ranks}-{rank}.pt").items()}
@@ -352,7 +357,7 @@ def test_the_row_update_takes_the_rows_of_two_steps(config, monkeypatch):
 
     After a warm-up that ends between listing and updating, it does the same to the bit.
     """
-    config, results = settings.change(config, micro_batches=2, batch_tokens=(256, 256, 256)), []
+    config, results = settings.change(config, batch_tokens=(128, 128, 128)), []
     choose, kernels = train_gpt.choose_ops, {"lookup": embedding.lookup, "row_adam": updates.row_adam}
     for by_row, warm in ((False, False), (True, False), (True, True)):
         changes = kernels if by_row else {"row_adam": updates.row_adam_reference}
@@ -385,7 +390,7 @@ def test_the_row_update_takes_the_rows_of_two_steps(config, monkeypatch):
 
 
 def test_two_runs_with_one_seed_give_the_same_losses(config):
-    config, runs = settings.change(config, micro_batches=2, batch_tokens=(256, 512, 512)), []
+    runs = []
     for seed in (3, 3, 4):
         trainer = train_gpt.Trainer(replace(config, seed=seed), train_gpt.World())
         runs.append([trainer.step(s, trainer.loader.batches(s.index)).item() for s in trainer.schedule])
@@ -474,7 +479,7 @@ def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, kerne
     """What a reduce-scatter gets, in the middle of the backward pass, is what stands there at its end."""
     index, samples = SUMMED[case]
     trainer = train_gpt.Trainer(settings.change(
-        config, micro_batches=2, batch_tokens=(256, 256, 256), softmax_samples=samples), train_gpt.World())
+        config, batch_tokens=(128, 128, 128), softmax_samples=samples), train_gpt.World())
     model, optimizer = trainer.model, trainer.optimizer
     model.ops = model.ops._replace(**KERNELS[kernels])
     model.fp8 = ("attention", "mlp") if kernels == "FP8" else model.fp8

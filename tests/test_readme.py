@@ -1,4 +1,8 @@
-"""Every command that the README shows is run, here or by the test that the table names."""
+"""Every command that README and CONTRIBUTING show is run, here or by the test that the table names.
+
+Of commands that are marked with the GPUs that they need only the settings are tried.
+"""
+import json
 import re
 import shlex
 import subprocess
@@ -8,26 +12,55 @@ import pytest
 from conftest import ROOT, TINY, environment
 
 import train_gpt
+from kernels.bench import __main__ as bench
+from records import __main__ as records
+from records.tools import ablate
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SHORT = ["--preset", "cpu", "--steps", "3", "--extra_steps", "0", "--val_tokens", "2048",
          "--batch_tokens", "512,768,1024"]
-README = (ROOT / "README.md").read_text()
-COMMANDS = [line.split("  #")[0].strip() for block in re.findall(r"```sh\n(.*?)```", README, re.S)
-            for line in block.splitlines() if line.strip()]
+
+
+def commands_of(name: str) -> dict[str, str]:
+    """Command -> the comment behind it, or at the head of its block."""
+    found: dict[str, str] = {}
+    for block in re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / name).read_text(), re.S):
+        heading = ""
+        for line in filter(None, map(str.strip, block.splitlines())):
+            command, _, comment = line.partition("#")
+            heading = heading if command else comment
+            found |= {command.strip(): comment or heading} if command else {}
+    return found
+
+
+COMMANDS, GUIDE = (list(commands_of(name)) for name in ("README.md", "CONTRIBUTING.md"))
+MARKED = [command for command, comment in commands_of("CONTRIBUTING.md").items() if "GPU" in comment]
 # How a command is run here: what is added to make it short, or why it is not run.
 ELSEWHERE = {
     "./run.sh": "test_run.py::test_the_preset_for_a_laptop",
     "./run.sh test": "this is it: CI runs it",
+    "python -m data.text books/ --out data/shards/books-gpt2": "GPT-2's vocabulary comes from the network",
+    "DATA_PATH=data/shards/books-gpt2 ./run.sh --preset corpus": "with the shards of the line above",
+}
+GUIDE_ELSEWHERE = {
+    "git clone … && cd …": "git's own", "git commit -a": "git's own",
+    "./run.sh test": "this is it: CI runs it",
+    ".venv/bin/python -m pytest -q tests/test_model.py": "a part of it",
+    ".venv/bin/python -m ruff check .": "CONTRIBUTING says where ruff comes from; the tests do not need it",
+    "python -m pytest -q tests/kernels -k smear": "a part of it",
+    'python -m records new "records/runs/*-mine" --name mine --title "3.28 in … s on …" --contributors you':
+        "test_records.py::test_a_new_record_is_valid; its words are tried below",
+    "python -m records report": "test_records.py::test_report",
 }
 GPUS = ("torchrun --standalone --nproc_per_node=8", "srun ", "torchrun --nnodes")   # Only their settings run.
 
 
 def test_the_readme_has_the_two_commands():
     assert set(ELSEWHERE) <= set(COMMANDS) and len(COMMANDS) > 12
-    for where in ELSEWHERE.values():
+    assert set(GUIDE_ELSEWHERE) <= set(GUIDE) and len(MARKED) == 5
+    for where in (ELSEWHERE | GUIDE_ELSEWHERE).values():
         if "::" in where:
-            file, name = where.split("::")
+            file, name = where.split(";")[0].split("::")
             assert f"def {name}(" in (ROOT / "tests" / file).read_text()
 
 
@@ -53,8 +86,11 @@ def test_settings_of_commands_for_gpus(settings):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with the logs of two runs, named as in the README, for the commands that read them."""
+    """A folder with texts, and with the logs of two runs, named as in the README."""
     runs = tmp_path_factory.mktemp("readme")
+    (runs / "books").mkdir()
+    tales = (json.dumps({"text": f"Tale {i}. " + "Once upon a time. " * 20}) for i in range(2000))
+    (runs / "books" / "tales.jsonl").write_text("\n".join(tales))
     flags = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768"]
     for name in ("short", "other"):
         subprocess.run([sys.executable, "train_gpt.py", *flags, "--name", name], cwd=ROOT, check=True,
@@ -63,11 +99,30 @@ def place(tmp_path_factory):
 
 
 HERE = [line for line in COMMANDS if line not in ELSEWHERE and not line.startswith(GPUS)]
+HERE += [line for line in GUIDE if line not in {*GUIDE_ELSEWHERE, *MARKED, *COMMANDS}]
+
+
+def test_the_words_of_a_new_record():
+    [line] = [line for line in GUIDE if line.startswith("python -m records new")]
+    assert records.parser().parse_args(shlex.split(line)[3:]).name == "mine"
+
+
+@pytest.mark.parametrize("line", MARKED)
+def test_settings_of_a_command_that_is_marked_with_its_gpus(line, monkeypatch):
+    _, tool, settings = re.split(r"(-m \S+|train_gpt.py)(?= )", line)
+    if tool == "-m records.tools.ablate":
+        monkeypatch.setattr(sys, "argv", [tool, *shlex.split(settings)])
+        settings = shlex.join(ablate.arguments()[1])
+    if tool == "-m kernels.bench":
+        assert bench.arguments(shlex.split(settings)).filters == ["smear"]
+    else:
+        train_gpt.parse_config([*shlex.split(settings), "--data_path", "x"])
 
 
 @pytest.mark.parametrize("line", HERE)
 def test_a_command(line, place, tmp_path):
-    for shown, here in (("records/runs", place), ("--out plots", f"--out {tmp_path}"),
+    for shown, here in (("records/runs", place), ("-mine", "-short"), (" books/", f" {place}/books"),
+                        ("data/shards/books", place / "shards"), ("--out plots", f"--out {tmp_path}"),
                         ("--out traces", f"--out {tmp_path}"), ("model.pt", tmp_path / "model.pt")):
         line = line.replace(shown, str(here))
     words = shlex.split(line)

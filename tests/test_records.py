@@ -29,8 +29,9 @@ def root(tmp_path: Path, monkeypatch) -> Path:
     """A folder of records in a repository, with five finished runs and a record; the README wants a table."""
     monkeypatch.delenv("RUNS_PATH", raising=False)
     commit = commit_sources(tmp_path)
-    (tmp_path / "README.md").write_text(f"# Made up\n\n{markdown.marked(report.MARKER, '')}\n\nThe end.\n")
     root = tmp_path / "records"
+    root.mkdir()
+    (root / "README.md").write_text(f"# Made up\n\n{markdown.marked(report.MARKER, '')}\n\nThe end.\n")
     for seed in range(5):
         write_run(root / "runs", seed=seed, header={"commit": commit})
     create(read_logs([root / "runs"]), root, "first", WORDS, changed="All.", why="It learns.")
@@ -294,7 +295,7 @@ def test_a_clock_that_other_stamps_contradict(root, fault, problem):
 
 
 def test_a_shallow_clone_says_what_it_cannot_check(root, first, tmp_path):
-    git(tmp_path, "add", "records", "README.md")
+    git(tmp_path, "add", "records")
     commit_sources(tmp_path, CHANGED)
     git(tmp_path, "clone", "--quiet", "--depth", "1", f"file://{tmp_path}", str(tmp_path / "clone"))
     problems, notes = check(tmp_path / "clone/records" / first.name)
@@ -483,9 +484,9 @@ def test_report(root):
     assert not re.search(r'<script|(?:src|href)="(?!#|data:|2026-)', html), "the page must need no server"
     identifiers = re.findall(r'\bid="([^"]+)"', html)
     assert set(re.findall(r'url\(#([^)]+)\)', html)) <= set(identifiers)
-    readme = (root.parent / "README.md").read_text()
-    assert readme.endswith("The end.\n") and "[Faster](records/2026-11-30_second)" in readme
-    assert report.write(root)[0].read_text() == html and (root.parent / "README.md").read_text() == readme
+    readme = (root / "README.md").read_text()
+    assert readme.endswith("The end.\n") and "[Faster](2026-11-30_second)" in readme
+    assert report.write(root)[0].read_text() == html and (root / "README.md").read_text() == readme
 
 
 def test_report_without_records_or_markers(tmp_path):
@@ -495,8 +496,8 @@ def test_report_without_records_or_markers(tmp_path):
 
 
 def stale(root: Path) -> bool:
-    """Whether the README beside `root` shows another table than its records give."""
-    return markdown.between((root.parent / "README.md").read_text(),
+    """Whether the README of `root` shows another table than its records give."""
+    return markdown.between((root / "README.md").read_text(),
                             report.MARKER) != report.readme_table(load_all(root))
 
 

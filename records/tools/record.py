@@ -24,7 +24,7 @@ from records.tools.rules import check_rules, table_class, table_parameters
 from records.tools.schema import NUMBER, PACKED, RecordError, Run, check_fields
 from records.tools.stats import SIGNIFICANCE
 
-# Where record folders, `runs/` and `index.html` live; the README is one level up.
+# Where record folders, `runs/`, `index.html` and the README with the table of records live.
 RECORDS = Path(__file__).parent.parent
 RECORD_SCHEMA = 3
 FIELDS = {

@@ -2,11 +2,12 @@
 import base64
 import difflib
 import json
-import re
 from collections import defaultdict
 from datetime import date
 from html import escape
 from pathlib import Path
+
+from markdown_it import MarkdownIt
 
 from records.tools import markdown
 from records.tools.compare import compare, difference_text
@@ -42,10 +43,10 @@ def row(record: Record) -> list[str]:
 
 
 def readme_table(records: list[Record]) -> str:
-    """The README's table of records, newest first; it links to the folders."""
+    """The table of records in records/README.md, newest first; it links to the folders."""
     if not records:
         return "No records yet: `python -m records new` makes the first one of finished runs."
-    rows = [[f"[{record.data['title']}](records/{record.name})", *row(record)]
+    rows = [[f"[{record.data['title']}]({record.name})", *row(record)]
             for record in reversed(records)]
     words = {HEAD.index(name) for name in ("record", "machine", "preset", "by")}
     return markdown.table(HEAD, rows, words) + "\n\n" + LEGEND
@@ -56,7 +57,7 @@ def write(root: Path) -> tuple[Path, list[str]]:
     records, notes = load_all(root), []
     for record in records:
         refresh(record.folder / "README.md", "result", result_table(record.data), notes)
-    refresh(root.parent / "README.md", MARKER, readme_table(records), notes)
+    refresh(root / "README.md", MARKER, readme_table(records), notes)
     page = root / "index.html"
     page.write_text(html_page(records))
     return page, notes
@@ -124,13 +125,10 @@ def record_html(record: Record, parent: Record | None) -> str:
 
 
 def words_html(readme: str) -> list[str]:
-    """What changed and why it works, by the record's README. Of its Markdown only paragraphs and code."""
-    parts = []
-    for title in markdown.WRITTEN_SECTIONS:
-        paragraphs = re.split(r"\n\n|\n(?=[-*] )", markdown.titled(readme, title) or "")
-        words = [re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text.strip())) for text in paragraphs]
-        parts += [f"<h3>{title}</h3>", *(f"<p>{text}</p>" for text in words)]
-    return parts
+    """What changed and why it works, by the record's README. HTML among its Markdown is shown as text."""
+    reader = MarkdownIt("commonmark", {"html": False}).enable("table")
+    return [f"<h3>{title}</h3>\n{reader.render(markdown.titled(readme, title) or '')}"
+            for title in markdown.WRITTEN_SECTIONS]
 
 
 CAPTIONS = {"loss-time": "Loss against time", "loss-tokens": "Loss against tokens",
