@@ -59,10 +59,11 @@ from records.run import settings
 from records.run.checks import check_config, check_machine
 from records.run.clock import Clock
 from records.run.explain import announcement, flops_per_token, rates, rates_text
-from records.run.log import LogError, RunLog, save_weights
+from records.run.log import LogError, RunLog
 from records.run.machine import device_name, ending_facts, machine_facts
 from records.run.progress import Diverged, Report, StepFacts, summarise
 from records.run.settings import UserError
+from records.run.weights import check_place, prepare, save_model
 
 ROOT = Path(__file__).resolve().parent
 
@@ -247,7 +248,11 @@ class Config:
     check_ranks: int = 0            # Compare the ranks' weights, by hashes, every so many steps; 0: never.
     deterministic: bool = False     # The same bits in every run, also of attention's backward pass; slower.
     write_log: bool = True          # Write a run folder under `records/runs`.
-    save: str = ""                  # file for the trained weights, by name and unsharded
+    checkpoint: str = ""            # folder for checkpoints of training (records/run/checkpoint.py), …
+    checkpoint_every: int = 0       # … one after so many steps (0: none) …
+    checkpoint_on_stop: bool = False                # … and one where SIGTERM or Ctrl-C stops the run
+    resume: str = ""                # Go on from the newest checkpoint in this folder.
+    save: str = ""                  # folder for the trained model (`use/`); "log": `model` beside the log
 
     @property
     def heads(self) -> int:
@@ -278,7 +283,7 @@ PRESETS = {
                micro_batches=2, layers=CPU_LAYERS, width=128, head_dim=64, attention_scale=0.1,
                ngrams=(2, 4), ngram_rows=65_536, ngram_block=1, steps=120, extra_steps=10, window_block=32,
                softmax_samples=0, momentum_warmup=70, momentum_cooldown=15, polar_steps=5, aol=False,
-               val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
+               val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024, save="log"),
         batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512)),
 }
 
@@ -288,6 +293,7 @@ def parse(argv: list[str]) -> tuple[Config, dict]:
     default = "speedrun" if torch.cuda.is_available() else "cpu"
     config, options = settings.parse(argv, PRESETS, default, __doc__, os.environ)
     check_config(config, Ops._fields)
+    check_place(config)
     return config, options
 
 
@@ -408,6 +414,7 @@ class GPT(nn.Module):
         self.config, self.device = config, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.attention_backend, self.attention_note = attention.choose_attention(config.attention, device)
+        self.attention = attention.ATTENTION[self.attention_backend]
         self.ops, self.fp8 = choose_ops(config, device)
         last, kept, self.sources = len(config.layers), 0, []    # sources: what attention reads
         for i, layer in enumerate(config.layers):
@@ -523,7 +530,7 @@ class GPT(nn.Module):
         shape = attention.HeadShape(config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
         q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, ngram_values, shape)
         window = context.step.windows[layer.long_window] * config.window_block
-        y = attention.ATTENTION[self.attention_backend](
+        y = self.attention(
             q, k, v, context.batch.cu_seqlens, context.batch.max_length, window, context.attention_scale)
         return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad._replace(buffer=grad_out))[0]
 
@@ -558,13 +565,6 @@ class GPT(nn.Module):
         made, width = list(fp8.fp8_weights(wanted)) if wanted else [], self.config.width
         qkv = attention.qkv_weight(made[0], scale_qkv, width) if in_attention else None
         return qkv, mlp.feed_forward_weights(*made[-2:], width) if in_mlp else None
-
-    def weights(self) -> dict[str, Tensor]:
-        """All weights by name, whole, on rank 0; all ranks must call. The n-gram table is on the host."""
-        weights = self.state_dict()
-        if self.ngrams.table is not None:
-            weights["ngrams.table"] = self.ngrams.whole_table()
-        return weights
 
     def parameter_count(self) -> int:
         """Of the whole model, the columns of the n-gram table on the other ranks included."""
@@ -1116,16 +1116,15 @@ def run(config: Config, world: World, started: float) -> Report:
     if world.watchdog:
         world.watchdog.on_loss = lambda reason: log.write("stopped", step=log.steps, reason=reason)
     if world.rank == 0:
-        print(announcement(facts, f"{world.size} x {device_name(world.device)}"))
+        machine = f"{world.size} x {device_name(world.device)}"
+        print(announcement(facts, machine), *prepare(model, trainer.schedule), sep="\n")
     begin = time.time()
     trainer.warm_up()
     startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}
     report = train(trainer, log, startup)
     if config.save:
         trainer.optimizer.untie()
-        weights = model.weights()
-        if world.rank == 0:
-            save_weights(weights, config.save)
+        save_model(model, report, log)
     return report
 
 

@@ -68,7 +68,7 @@ HERE = [line for line in COMMANDS if line not in ELSEWHERE and not line.startswi
 @pytest.mark.parametrize("line", HERE)
 def test_a_command(line, place, tmp_path):
     for shown, here in (("records/runs", place), ("--out plots", f"--out {tmp_path}"),
-                        ("--out traces", f"--out {tmp_path}"), ("model.pt", tmp_path / "model.pt")):
+                        ("--out traces", f"--out {tmp_path}"), ("--save model", f"--save {tmp_path}/model")):
         line = line.replace(shown, str(here))
     words = shlex.split(line)
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
