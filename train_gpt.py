@@ -25,6 +25,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
@@ -56,6 +57,7 @@ from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, stops_of, 
 from kernels.ranks.world import RankError, World
 from kernels.streams import beside, side_stream
 from records.run import settings
+from records.run.checkpoint import Keeper, check_saving, find, restore
 from records.run.checks import check_config, check_machine
 from records.run.clock import Clock
 from records.run.explain import announcement, flops_per_token, rates, rates_text
@@ -63,7 +65,7 @@ from records.run.log import LogError, RunLog
 from records.run.machine import device_name, ending_facts, machine_facts
 from records.run.progress import Diverged, Report, StepFacts, summarise
 from records.run.settings import UserError
-from records.run.weights import check_place, prepare, save_model
+from records.run.weights import prepare, save_model
 
 ROOT = Path(__file__).resolve().parent
 
@@ -293,7 +295,7 @@ def parse(argv: list[str]) -> tuple[Config, dict]:
     default = "speedrun" if torch.cuda.is_available() else "cpu"
     config, options = settings.parse(argv, PRESETS, default, __doc__, os.environ)
     check_config(config, Ops._fields)
-    check_place(config)
+    check_saving(config)
     return config, options
 
 
@@ -1066,16 +1068,18 @@ class Trainer:
         return [*(range(every, last, every) if every else ()), last]
 
 
-def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> Report:
-    """The timed run: every step of the schedule, validation off the clock, the summary."""
+def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int = 0) -> Report:
+    """The timed run: every step of the schedule from `first` on, validation off the clock, the summary."""
     config, world, schedule = trainer.config, trainer.world, trainer.schedule
     clock = Clock(world.device)
     report = Report(log, clock, len(schedule), world.device, world.rank, world.size)
     points, candidates = set(trainer.validation_points()), trainer.loader.candidates_of
-    batches = trainer.loader.prefetch(range(len(schedule)))
+    report.tokens = sum(step.batch_tokens for step in islice(schedule, first))
+    report.bar.update(first)
+    batches = trainer.loader.prefetch(range(first, len(schedule)))
     try:
-        with clock.running(world.barrier):
-            for step in schedule:
+        with Keeper(trainer, log) as keeper, clock.running(world.barrier):
+            for step in islice(schedule, first, None):
                 loss = trainer.step(step, next(batches))
                 flops = step.batch_tokens * flops_per_token(config, step, candidates(step.shape))
                 report.add(StepFacts(step.index, step.batch_tokens, flops, step.lr, step.momentum,
@@ -1085,10 +1089,11 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> Report:
                     with clock.paused():
                         loss = trainer.validate(schedule.validation(step.index + 1))
                         report.validation(step.index + 1, loss)
+                keeper.after(step.index + 1)
         for text in other_texts(trainer.text, config.score, *trainer.chunks):
             report.score(text, trainer.validate(schedule.validation(len(schedule)), text))
     except BaseException as error:
-        log.write("stopped", step=len(report.step_ms), reason=str(error) or "interrupted")
+        log.write("stopped", step=first + len(report.step_ms), reason=str(error) or "interrupted")
         raise
     finally:
         report.bar.close()
@@ -1099,6 +1104,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> Report:
 
 def run(config: Config, world: World, started: float) -> Report:
     """One training run, in the process that `started` then (seconds since the epoch)."""
+    resumed = find(config)
     trainer = Trainer(config, world)
     model, loader = trainer.model, trainer.loader
     facts = {
@@ -1111,7 +1117,7 @@ def run(config: Config, world: World, started: float) -> Report:
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
-              **machine_facts(world.device, world.size),
+              **machine_facts(world.device, world.size), **(resumed.facts() if resumed else {}),
               config=settings.flat(config) | {"data_path": Path(config.data_path).name})
     if world.watchdog:
         world.watchdog.on_loss = lambda reason: log.write("stopped", step=log.steps, reason=reason)
@@ -1120,8 +1126,9 @@ def run(config: Config, world: World, started: float) -> Report:
         print(announcement(facts, machine), *prepare(model, trainer.schedule), sep="\n")
     begin = time.time()
     trainer.warm_up()
+    first = restore(trainer, resumed) if resumed else 0
     startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}
-    report = train(trainer, log, startup)
+    report = train(trainer, log, startup, first)
     if config.save:
         trainer.optimizer.untie()
         save_model(model, report, log)
@@ -1159,8 +1166,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError) as error:
         message, status = str(error).splitlines()[0], 2
-    except KeyboardInterrupt:
-        message, status = "interrupted; the log so far is complete", 130
+    except KeyboardInterrupt as error:
+        message, status = str(error) or "interrupted; the log so far is complete", 130
     if rank:    # The launcher ends all ranks when one fails. If rank 0 fails too, it says why.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(2)

@@ -72,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
     option("--samples", type=positive, default=1, metavar="N", help="default: %(default)s")
     option("--temperature", type=float, default=0.8, help="default: %(default)s; 0: always the likeliest")
     option("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: all)")
-    option("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest, P together (default: all)")
+    option("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest, P in all (default: 1)")
     option("--seed", type=int, default=0, help="default: %(default)s")
     add_options(parser)
     options = parser.parse_args()

@@ -230,8 +230,8 @@ def read_json(path: Path, form: str, version: int) -> dict:
     if not isinstance(data, dict) or data.get("format") != form:
         raise UserError(f"{path}: not of a {form}; another program wrote it")
     if not isinstance(data.get("version"), int) or data["version"] > version:
-        raise UserError(f"{path}: version {data.get('version')} of {form}, this program reads up to {version};"
-                        " use the program that wrote it")
+        raise UserError(f"{path}: version {data.get('version')} of {form}, this program reads up to "
+                        f"{version}; use the program that wrote it")
     return data
 
 
