@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From an empty machine to a trained model:
 #   ./run.sh [--name value ...]     environment, data, hardware, then training through torchrun; settings are passed on
+#   ./run.sh sample [arguments]     text from the model that was trained last, if it was saved beside its log
 #   ./run.sh test [arguments]       what the tests need, then pytest
 #   ./run.sh profile [--name value ...]     where the time of each kind of step goes, and traces to look at
 # PYTHON=/path/to/python uses that interpreter and what is installed for it, and installs nothing.
@@ -44,6 +45,7 @@ make_environment() {
 tests=0
 program=(train_gpt.py)
 if [ "${1-}" = test ]; then tests=1; shift; fi
+if [ "${1-}" = sample ]; then program=(-m use.sample); shift; fi
 if [ "${1-}" = profile ]; then program=(-m records.tools.profile); shift; fi
 if [ -n "${PYTHON-}" ]; then
     python=$PYTHON
@@ -51,6 +53,7 @@ else
     make_environment "$([ $tests = 1 ] && echo all || echo core)"
     python=.venv/bin/python
 fi
+if [ "${program[*]}" = "-m use.sample" ]; then exec "$python" "${program[@]}" "$@"; fi
 if [ $tests = 1 ]; then exec "$python" -m pytest -q -n 2 --dist loadfile tests "$@"; fi
 
 # Ranks: a power of two that the hardware has. The CPU's two ranks share its cores.

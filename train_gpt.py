@@ -25,6 +25,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
@@ -56,13 +57,15 @@ from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, stops_of, 
 from kernels.ranks.world import RankError, World
 from kernels.streams import beside, side_stream
 from records.run import settings
+from records.run.checkpoint import Keeper, check_saving, find, restore
 from records.run.checks import check_config, check_machine
 from records.run.clock import Clock
 from records.run.explain import announcement, flops_per_token, rates, rates_text
-from records.run.log import LogError, RunLog, save_weights
+from records.run.log import LogError, RunLog
 from records.run.machine import device_name, ending_facts, machine_facts
 from records.run.progress import Diverged, Report, StepFacts, summarise
 from records.run.settings import UserError
+from records.run.weights import prepare, save_model
 
 ROOT = Path(__file__).resolve().parent
 
@@ -247,7 +250,11 @@ class Config:
     check_ranks: int = 0            # Compare the ranks' weights, by hashes, every so many steps; 0: never.
     deterministic: bool = False     # The same bits in every run, also of attention's backward pass; slower.
     write_log: bool = True          # Write a run folder under `records/runs`.
-    save: str = ""                  # file for the trained weights, by name and unsharded
+    checkpoint: str = ""            # folder for checkpoints of training (records/run/checkpoint.py), …
+    checkpoint_every: int = 0       # … one after so many steps (0: none) …
+    checkpoint_on_stop: bool = False                # … and one where SIGTERM or Ctrl-C stops the run
+    resume: str = ""                # Go on from the newest checkpoint in this folder.
+    save: str = ""                  # folder for the trained model (`use/`); "log": `model` beside the log
 
     @property
     def heads(self) -> int:
@@ -278,7 +285,7 @@ PRESETS = {
                micro_batches=2, layers=CPU_LAYERS, width=128, head_dim=64, attention_scale=0.1,
                ngrams=(2, 4), ngram_rows=65_536, ngram_block=1, steps=120, extra_steps=10, window_block=32,
                softmax_samples=0, momentum_warmup=70, momentum_cooldown=15, polar_steps=5, aol=False,
-               val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024),
+               val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024, save="log"),
         batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512)),
 }
 
@@ -288,6 +295,7 @@ def parse(argv: list[str]) -> tuple[Config, dict]:
     default = "speedrun" if torch.cuda.is_available() else "cpu"
     config, options = settings.parse(argv, PRESETS, default, __doc__, os.environ)
     check_config(config, Ops._fields)
+    check_saving(config)
     return config, options
 
 
@@ -408,6 +416,7 @@ class GPT(nn.Module):
         self.config, self.device = config, device
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.attention_backend, self.attention_note = attention.choose_attention(config.attention, device)
+        self.attention = attention.ATTENTION[self.attention_backend]
         self.ops, self.fp8 = choose_ops(config, device)
         last, kept, self.sources = len(config.layers), 0, []    # sources: what attention reads
         for i, layer in enumerate(config.layers):
@@ -523,7 +532,7 @@ class GPT(nn.Module):
         shape = attention.HeadShape(config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
         q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, ngram_values, shape)
         window = context.step.windows[layer.long_window] * config.window_block
-        y = attention.ATTENTION[self.attention_backend](
+        y = self.attention(
             q, k, v, context.batch.cu_seqlens, context.batch.max_length, window, context.attention_scale)
         return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad._replace(buffer=grad_out))[0]
 
@@ -558,13 +567,6 @@ class GPT(nn.Module):
         made, width = list(fp8.fp8_weights(wanted)) if wanted else [], self.config.width
         qkv = attention.qkv_weight(made[0], scale_qkv, width) if in_attention else None
         return qkv, mlp.feed_forward_weights(*made[-2:], width) if in_mlp else None
-
-    def weights(self) -> dict[str, Tensor]:
-        """All weights by name, whole, on rank 0; all ranks must call. The n-gram table is on the host."""
-        weights = self.state_dict()
-        if self.ngrams.table is not None:
-            weights["ngrams.table"] = self.ngrams.whole_table()
-        return weights
 
     def parameter_count(self) -> int:
         """Of the whole model, the columns of the n-gram table on the other ranks included."""
@@ -1066,16 +1068,18 @@ class Trainer:
         return [*(range(every, last, every) if every else ()), last]
 
 
-def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> Report:
-    """The timed run: every step of the schedule, validation off the clock, the summary."""
+def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int = 0) -> Report:
+    """The timed run: every step of the schedule from `first` on, validation off the clock, the summary."""
     config, world, schedule = trainer.config, trainer.world, trainer.schedule
     clock = Clock(world.device)
     report = Report(log, clock, len(schedule), world.device, world.rank, world.size)
     points, candidates = set(trainer.validation_points()), trainer.loader.candidates_of
-    batches = trainer.loader.prefetch(range(len(schedule)))
+    report.tokens = sum(step.batch_tokens for step in islice(schedule, first))
+    report.bar.update(first)
+    batches = trainer.loader.prefetch(range(first, len(schedule)))
     try:
-        with clock.running(world.barrier):
-            for step in schedule:
+        with Keeper(trainer, log) as keeper, clock.running(world.barrier):
+            for step in islice(schedule, first, None):
                 loss = trainer.step(step, next(batches))
                 flops = step.batch_tokens * flops_per_token(config, step, candidates(step.shape))
                 report.add(StepFacts(step.index, step.batch_tokens, flops, step.lr, step.momentum,
@@ -1085,10 +1089,11 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> Report:
                     with clock.paused():
                         loss = trainer.validate(schedule.validation(step.index + 1))
                         report.validation(step.index + 1, loss)
+                keeper.after(step.index + 1)
         for text in other_texts(trainer.text, config.score, *trainer.chunks):
             report.score(text, trainer.validate(schedule.validation(len(schedule)), text))
     except BaseException as error:
-        log.write("stopped", step=len(report.step_ms), reason=str(error) or "interrupted")
+        log.write("stopped", step=first + len(report.step_ms), reason=str(error) or "interrupted")
         raise
     finally:
         report.bar.close()
@@ -1099,6 +1104,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float]) -> Report:
 
 def run(config: Config, world: World, started: float) -> Report:
     """One training run, in the process that `started` then (seconds since the epoch)."""
+    resumed = find(config)
     trainer = Trainer(config, world)
     model, loader = trainer.model, trainer.loader
     facts = {
@@ -1111,21 +1117,21 @@ def run(config: Config, world: World, started: float) -> Report:
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
-              **machine_facts(world.device, world.size),
+              **machine_facts(world.device, world.size), **(resumed.facts() if resumed else {}),
               config=settings.flat(config) | {"data_path": Path(config.data_path).name})
     if world.watchdog:
         world.watchdog.on_loss = lambda reason: log.write("stopped", step=log.steps, reason=reason)
     if world.rank == 0:
-        print(announcement(facts, f"{world.size} x {device_name(world.device)}"))
+        machine = f"{world.size} x {device_name(world.device)}"
+        print(announcement(facts, machine), *prepare(model, trainer.schedule), sep="\n")
     begin = time.time()
     trainer.warm_up()
+    first = restore(trainer, resumed) if resumed else 0
     startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}
-    report = train(trainer, log, startup)
+    report = train(trainer, log, startup, first)
     if config.save:
         trainer.optimizer.untie()
-        weights = model.weights()
-        if world.rank == 0:
-            save_weights(weights, config.save)
+        save_model(model, report, log)
     return report
 
 
@@ -1160,8 +1166,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError) as error:
         message, status = str(error).splitlines()[0], 2
-    except KeyboardInterrupt:
-        message, status = "interrupted; the log so far is complete", 130
+    except KeyboardInterrupt as error:
+        message, status = str(error) or "interrupted; the log so far is complete", 130
     if rank:    # The launcher ends all ranks when one fails. If rank 0 fails too, it says why.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(2)

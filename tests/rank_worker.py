@@ -19,6 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt  # noqa: E402
 
 
+def whole(model: train_gpt.GPT) -> dict[str, torch.Tensor]:
+    """A copy of all weights by name, with all columns of the n-gram table."""
+    weights, table = model.state_dict(), model.ngrams.table
+    weights["ngrams.table"] = torch.zeros(len(table), model.config.head_dim)
+    for numbers, rows in model.ngrams.written_rows():
+        weights["ngrams.table"][numbers.long()] = rows.float()
+    return {name: weight.clone() for name, weight in weights.items()}
+
+
 def results(config: train_gpt.Config, world: train_gpt.World, steps: int) -> dict:
     """Losses, the parameters after each of the steps, and the validation loss at their end."""
     trainer = train_gpt.Trainer(config, world)
@@ -26,7 +35,7 @@ def results(config: train_gpt.Config, world: train_gpt.World, steps: int) -> dic
     for step in list(trainer.schedule)[:steps]:
         losses.append(trainer.step(step, trainer.loader.batches(step.index)).item())
         trainer.optimizer.gather()
-        parameters.append({name: weight.clone() for name, weight in trainer.model.weights().items()})
+        parameters.append(whole(trainer.model))
     validation = trainer.validate(trainer.schedule.validation(steps))
     return {"losses": losses, "parameters": parameters, "validation": validation}
 

@@ -123,7 +123,7 @@ def test_settings_of_a_command_that_is_marked_with_its_gpus(line, monkeypatch):
 def test_a_command(line, place, tmp_path):
     for shown, here in (("records/runs", place), ("-mine", "-short"), (" books/", f" {place}/books"),
                         ("data/shards/books", place / "shards"), ("--out plots", f"--out {tmp_path}"),
-                        ("--out traces", f"--out {tmp_path}"), ("model.pt", tmp_path / "model.pt")):
+                        ("--out traces", f"--out {tmp_path}"), ("--save model", f"--save {tmp_path}/model")):
         line = line.replace(shown, str(here))
     words = shlex.split(line)
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))

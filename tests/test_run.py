@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, TINY, command, environment, write_documents
+from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser
 
 import train_gpt
@@ -38,7 +39,7 @@ def refused(result: subprocess.CompletedProcess, *parts: str) -> None:
 
 
 def test_a_run_writes_its_log(tmp_path, shards):
-    result = command(*SHORT, "--name", "short", "--save", str(tmp_path / "model.pt"),
+    result = command(*SHORT, "--name", "short", "--save", str(tmp_path / "model"),
                      DATA_PATH=str(shards), RUNS_PATH=str(tmp_path / "runs"))
     assert result.returncode == 0, result.stderr
     said = r"validation loss \d\.\d{4} nats a token = \d\.\d{3} bits per byte after 8 steps"
@@ -64,8 +65,8 @@ def test_a_run_writes_its_log(tmp_path, shards):
     assert summary["tokens"] == 2 * (1024 + 2048) + 4 * 3072 and summary["loss"] == events[-2]["loss"]
     assert summary["step_ms"]["p50"] <= summary["step_ms"]["p95"] <= summary["step_ms"]["max"]
     assert sum(event["ms"] for event in steps) / 1e3 == pytest.approx(summary["time_s"], rel=0.05)
-    weights = torch.load(tmp_path / "model.pt")
-    assert weights["bank.0"].shape == (256, 64) and weights["ngrams.table"].shape == (1024, 32)
+    weights = load_file(tmp_path / "model/model.safetensors")
+    assert weights["bank.0"].shape == (256, 64) and weights["ngrams.rows.0"].shape[1] == 32
     assert weights["embedding"].shape == weights["head"].shape == (320, 64)
 
 
@@ -213,7 +214,7 @@ def test_a_full_disk(shards, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     result = command(*SHORT, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path / "file" / "runs"))
     refused(result, "cannot write the run's log", "RUNS_PATH")
-    result = command(*SHORTER, "--save", "/dev/full/model.pt", DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
+    result = command(*SHORTER, "--save", "/dev/full/model", DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
     refused(result, "/dev/full")
 
 

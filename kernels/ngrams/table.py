@@ -3,11 +3,10 @@
 Each token reads one row for its last 2 tokens, one for its last 3, and so on. Row k is added to the value of
 attention head k, times a learned scale for each layer. README.md explains why, and what it costs.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from kernels.gradients import gradient_of
@@ -20,7 +19,7 @@ from kernels.sequence import previous
 # The factors of a token and of those before it. They are odd: a product with an odd number loses none of 64
 # bits.
 HASH = 998_244_353, 1_000_003, 2_654_435_761, 3_266_489_917, 668_265_263, 374_761_393
-PART = 2 ** 20  # rows that `whole_table` gathers at a time
+PART = 2 ** 20  # rows that `written_rows` gathers at a time
 
 
 def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], count: int,
@@ -136,18 +135,17 @@ class NGrams(nn.Module):
         return TableState(self.table.data, gradients, second, last, torch.zeros((), device=device))
 
     @torch.no_grad()
-    def whole_table(self) -> Tensor:
-        """All columns of the table, on rank 0's host; on other ranks an empty table. All ranks must call.
+    def written_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Numbers (k,) int32, which ascend, and whole rows (k, head_dim) of the rows that are not zero.
 
-        It is gathered in parts, because a GPU may have no room for all of it.
+        They come in parts, because neither a GPU nor a host may have room for all, on every rank's host. All
+        ranks must call.
         """
-        size, (rows, columns) = self.collectives.size, self.table.shape
-        here = size == 1 or dist.get_rank() == 0
-        whole = self.table.new_empty(rows if here else 0, columns * size, device="cpu")
-        for i in range(0, rows, PART):
-            part = whole_rows(self.collectives.all_gathered(self.table[i:i + PART]), size)
-            whole[i:i + PART].copy_(part[:len(whole)])
-        return whole
+        for first in range(0, len(self.table) if self.lengths else 0, PART):
+            mine = self.table[first:first + PART]
+            part = whole_rows(self.collectives.all_gathered(mine), self.collectives.size)
+            numbers = part.any(1).nonzero()[:, 0]
+            yield (numbers + first).int().cpu(), part[numbers].cpu()
 
     def numbers_elsewhere(self) -> int:
         """How many numbers of the table the other ranks hold."""

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from records.run import LOG_NAME, PATCH_NAME
 from records.run.sources import ROOT, hash_sources, project_sources, source_changes
 
@@ -73,11 +71,3 @@ class RunLog:
             self.file.write(json.dumps({"kind": kind} | values) + "\n")
             self.file.flush()
         self.steps += kind == "step"
-
-
-def save_weights(weights: dict[str, torch.Tensor], path: str) -> None:
-    """Write the weights as one file, which is there whole or not at all."""
-    with disk_errors(f"the weights to {path}"):
-        with open(f"{path}.part", "wb") as f:
-            torch.save(weights, f)
-        os.replace(f"{path}.part", path)

@@ -28,6 +28,7 @@ LINES = {
         "steps": int, "time_s": NUMBER, "loss": NUMBER, "tokens": int, "tokens_per_s": NUMBER,
         "step_ms": dict, "peak_memory_bytes": int | None, "startup_s": NUMBER, "compile_s": NUMBER,
     },
+    "checkpoint": {"step": int, "ms": NUMBER, "bytes": int, "write_s": NUMBER},
     "stopped": {"step": int, "reason": str},
 }
 # What the step lines of the first logs did not say yet, and what then stands for it; windows are short and

@@ -1,0 +1,427 @@
+"""Checkpoints: all that a run needs to go on, written beside training and read by any number of ranks.
+
+    FOLDER/step-0000500/                the newest two are kept; one that is not whole yet is called ….part
+        index.json                      the step, the settings, the number of ranks, the files and their sizes
+        rank0-00001.safetensors, …      what each rank updates
+
+Tensors are cut by parameter and not by rank, so that other ranks find their parts:
+
+    GROUP/i/weight@a                    numbers a, a + 1, … of parameter i of a group of the optimizer, flat;
+                                        also mantissa_bits, momentum, second
+    GROUP/i/grads of rank r@0           between two steps of one Adam update: what rank r has summed so far
+    GROUP/steps                         how many updates there were
+    TABLE/rows of rank r/k              of the n-gram table, rows that have been updated: numbers, and in
+                                        r's columns weight, second, last (see `TableState`)
+    TABLE/pending rows of rank r        rows that have a gradient, and it: between two steps of one update
+
+A step first copies the state on the device, which takes milliseconds; rows of the n-gram table go straight to
+the host, because a device may have no room for them twice, and so training waits for them. A thread does the
+rest. The data need no state, since batches follow from the step's number.
+
+`torch.distributed.checkpoint` is not used. Its index is a pickle, which can execute anything where it is
+read, and it knows shards of a tensor but not ours: flat buffers that are padded by the number of ranks, and a
+table of which only some rows count.
+"""
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels.streams import side_stream
+from records.run.log import LogError, disk_errors
+from records.run.settings import UserError
+from records.run.weights import (
+    TensorFiles,
+    check_place,
+    plain,
+    publish,
+    read_json,
+    read_tensors,
+    write_json,
+)
+
+FORMAT, VERSION = "readable-speedrun-checkpoint", 1
+KEPT = 2                # checkpoints
+PART = 2 ** 21          # rows of the n-gram table that are copied at a time
+# Settings that may change from one run to the run that goes on: they do not say what a step computes.
+FREE = {"preset", "name", "runs", "target", "data_path", "val_tokens", "val_every", "val_chunk",
+        "val_sequence_length", "val_window", "score", "attention", "fp8", "reference", "compile", "capture",
+        "overlap", "peer_copies", "check_ranks", "write_log", "save", "checkpoint", "checkpoint_every",
+        "checkpoint_on_stop", "resume"}
+
+
+def check_saving(config) -> None:
+    """UserError for settings of `--save`, `--checkpoint` and `--resume` that cannot work."""
+    check_place(config)
+    wanted = config.checkpoint_every > 0 or config.checkpoint_on_stop
+    if config.checkpoint_every < 0 or wanted != bool(config.checkpoint):
+        raise UserError(f"--checkpoint {config.checkpoint or 'none'} --checkpoint_every "
+                        f"{config.checkpoint_every}: give a folder and a number of steps, or "
+                        "--checkpoint_on_stop true")
+    if config.runs > 1 and (config.checkpoint or config.resume):
+        raise UserError(f"--runs {config.runs} with --checkpoint or --resume: take one run at a time")
+
+
+def own_parts(shard, rank: int, ranks: int) -> Iterator[tuple[int, int, slice]]:
+    """Of each parameter that a rank updates: its number, the first of its numbers that are here, and where.
+
+    `shard` is one of the optimizer's; the places are those in the rank's own buffers.
+    """
+    number = 0
+    for (params, _, _), (_, own) in zip(shard.group.rounds(ranks), shard.places, strict=True):
+        size = own.stop - own.start
+        if shard.weight.ndim > 1:                       # matrices, one a rank; the last ones may be padding
+            if rank < len(params):
+                yield number + rank, 0, own
+        else:
+            first = rank * size
+            valid = min(max(params[0].numel() - first, 0), size)
+            yield number, first, slice(own.start, own.start + valid)
+        number += len(params)
+
+
+def buffers(shard) -> dict[str, Tensor]:
+    """What a rank alone holds of a group, by name; all but gradients."""
+    found = {"weight": shard.weight, "mantissa_bits": shard.mantissa_bits, "momentum": shard.momentum,
+             "second": shard.second}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+class Copy(NamedTuple):
+    """The state of a rank after a step, which training does not change any more."""
+    step: int                       # how many steps are done
+    tensors: dict[str, Tensor]      # on the device or on the host
+    finite: Tensor                  # 0-dim bool: whether all losses were
+
+
+@torch.no_grad()
+def copy_state(trainer, steps_done: int) -> Copy:
+    """Copy what this rank updates, and its gradients if an update is under way."""
+    optimizer, world, tensors = trainer.optimizer, trainer.world, {}
+    pending = steps_done % trainer.config.adam_every > 0
+    for name, shard in optimizer.shards.items():
+        if hasattr(shard, "table"):
+            tensors |= copy_table(f"{name}/{{}} of rank {world.rank}", shard.table, pending)
+            if world.rank == 0:
+                tensors[f"{name}/steps"] = shard.table.steps.clone()
+            continue
+        replicated = shard.group.replicated
+        if world.rank == 0 or not replicated:
+            parts = list(own_parts(shard, 0 if replicated else world.rank, 1 if replicated else world.size))
+            for field, x in buffers(shard).items():
+                x = x.clone()
+                tensors |= {f"{name}/{i}/{field}@{first}": x[own].flatten() for i, first, own in parts}
+        if world.rank == 0:
+            tensors[f"{name}/steps"] = shard.steps.clone()
+        if pending and shard.weight.ndim == 1:
+            for i, p in enumerate(shard.group.params):
+                tensors[f"{name}/{i}/grads of rank {world.rank}@0"] = p.grad.flatten().clone()
+    return Copy(steps_done, tensors, optimizer.finite.clone())
+
+
+def copy_table(name: str, table, pending: bool) -> dict[str, Tensor]:
+    """The rows of the n-gram table that were updated, and those that have a gradient, on the host."""
+    tensors = {}
+    for first in range(0, len(table.last), PART):
+        rows = (table.last[first:first + PART] > 0).nonzero()[:, 0] + first
+        if not len(rows):
+            continue
+        of_part = {"rows": rows.int(), "weight": table.weight[rows], "second": table.second[rows],
+                   "last": table.last[rows]}
+        tensors |= {f"{name.format(field)}/{first}": x.cpu() for field, x in of_part.items()}
+    if pending:
+        rows, grads = pending_rows(table.gradients)
+        tensors |= {name.format("pending rows"): rows.int().cpu(), name.format("pending grads"): grads.cpu()}
+    return tensors
+
+
+def pending_rows(gradients) -> tuple[Tensor, Tensor]:
+    """Numbers (k,) and gradients (k, columns) of the rows that have one; `gradients` as in `TableState`."""
+    if isinstance(gradients, Tensor):
+        rows = gradients.any(1).nonzero()[:, 0]
+        return rows, gradients[rows]
+    count = min(int(gradients.count), len(gradients.rows) - 1)
+    return gradients.rows[1:1 + count], gradients.grads[1:1 + count]
+
+
+class Keeper:
+    """Writes the checkpoints of a run, around whose steps it is a context; without `--checkpoint` nothing.
+
+    All ranks must make it and call `after` alike. The folder must be one that all of them see.
+    """
+
+    def __init__(self, trainer, log):
+        config, self.world = trainer.config, trainer.world
+        self.trainer, self.log, self.config = trainer, log, config
+        self.stopped, self.pending, self.handlers = False, None, {}
+        if not config.checkpoint:
+            return
+        self.folder, self.thread = Path(config.checkpoint), ThreadPoolExecutor(1)
+        # Made here, on this rank's device: a thread begins with the first one.
+        self.stream = side_stream("checkpoints") if self.world.device.type == "cuda" else None
+        # One group for the thread, and one for what ranks agree on meanwhile.
+        self.groups = [dist.new_group(backend="gloo") for _ in range(2)] if self.world.size > 1 else []
+        if self.world.rank == 0:
+            with disk_errors(f"checkpoints to {self.folder}"):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for left_over in self.folder.glob("step-*.part"):
+                    shutil.rmtree(left_over)
+        self.world.barrier()
+
+    def __enter__(self) -> "Keeper":
+        if self.config.checkpoint_on_stop:
+            def stop(*_) -> None:
+                self.stopped = True
+            self.handlers = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        """Wait until the last checkpoint is written."""
+        try:
+            self.collect()
+        except LogError:
+            if kind is None:        # Otherwise what ended the run says more.
+                raise
+        finally:
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+
+    def agreed(self, value: bool, group: int) -> bool:
+        """Whether `value` is true on any rank."""
+        found = torch.tensor(int(value))
+        if self.groups:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self.groups[group])
+        return bool(found)
+
+    def after(self, steps_done: int) -> None:
+        """Begin a checkpoint after this step if one is due; KeyboardInterrupt behind it if a signal came."""
+        every = self.config.checkpoint_every
+        if not self.config.checkpoint or steps_done == len(self.trainer.schedule):
+            return
+        stop = self.config.checkpoint_on_stop and self.agreed(self.stopped, 1)
+        if stop or every and steps_done % every == 0:
+            begin = time.perf_counter()
+            self.collect()
+            copy = copy_state(self.trainer, steps_done)
+            copied = torch.cuda.current_stream().record_event() if self.stream else None
+            waited = time.perf_counter() - begin
+            self.pending = waited, self.thread.submit(self.write, copy, copied)
+        if stop:
+            raise KeyboardInterrupt(f"stopped by a signal after step {steps_done}; go on with --resume "
+                                    f"{self.folder}")
+
+    def collect(self) -> None:
+        """Wait for the checkpoint that is being written, if any, and log it. LogError if it failed."""
+        if self.pending is not None:
+            (waited, job), self.pending = self.pending, None
+            step, size, seconds = job.result()
+            self.log.write("checkpoint", step=step, ms=round(waited * 1e3, 3), bytes=size,
+                           write_s=round(seconds, 3))
+
+    def write(self, copy: Copy, copied: torch.cuda.Event | None) -> tuple[int, int, float]:
+        """In the thread: write this rank's files; then rank 0 gives the whole its name.
+
+        Returns the step, the bytes that this rank wrote and the seconds that took.
+        """
+        begin, name = time.perf_counter(), f"step-{copy.step:07d}"
+        part, error = self.folder / f"{name}.part", None
+        with torch.cuda.stream(self.stream):            # with None nothing changes
+            if copied:
+                copied.wait()
+            files = TensorFiles(part, f"rank{self.world.rank}")
+            try:
+                part.mkdir(exist_ok=True)
+                for key, x in copy.tensors.items():
+                    files.add(key, x)
+                files.flush()
+            except OSError as caught:
+                error = caught
+            failed = self.agreed(error is not None or not copy.finite, 0)
+        with disk_errors(f"the checkpoint {part}"):
+            if error:
+                raise error
+            if failed:
+                raise LogError(f"the checkpoint {part} is not whole: another rank could not write it, or the "
+                               "loss is not finite")
+            if self.world.rank == 0:
+                sizes = {path.name: path.stat().st_size for path in sorted(part.glob("*.safetensors"))}
+                write_json(part / "index.json", {
+                    "format": FORMAT, "version": VERSION, "step": copy.step, "ranks": self.world.size,
+                    "config": plain(self.config), "files": sizes})
+                publish(part, self.folder / name)
+                for old in checkpoints(self.folder)[:-KEPT]:
+                    shutil.rmtree(old)
+        return copy.step, files.size, time.perf_counter() - begin
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The whole checkpoints in a folder, oldest first."""
+    return sorted(path.parent for path in folder.glob("step-*/index.json") if path.parent.suffix != ".part")
+
+
+class Found(NamedTuple):
+    """A checkpoint to go on from."""
+    folder: Path
+    index: dict                     # what its index.json says
+
+    @property
+    def step(self) -> int:
+        return self.index["step"]
+
+    def facts(self) -> dict[str, object]:
+        """For the log's header."""
+        return {"resumed": {"checkpoint": self.folder.name, "step": self.step, "ranks": self.index["ranks"]}}
+
+
+def find(config) -> Found | None:
+    """The checkpoint that `--resume` means; None without it.
+
+    UserError where there is none, where it is not whole, or where a setting that counts was another one.
+    """
+    if not config.resume:
+        return None
+    folder = Path(config.resume)
+    if not (folder / "index.json").exists():
+        if not (inside := checkpoints(folder)):
+            raise UserError(f"--resume {folder}: holds no checkpoint; --checkpoint {folder} with "
+                            "--checkpoint_every writes them")
+        folder = inside[-1]
+    index = read_json(folder / "index.json", FORMAT, VERSION)
+    for name, size in index["files"].items():
+        path = folder / Path(name).name
+        if not path.exists() or path.stat().st_size != size:
+            raise UserError(f"{path}: truncated or missing; resume from another one in {folder.parent}")
+    mine = plain(config)
+    for name, theirs in index["config"].items():
+        if name in mine and name not in FREE and theirs != mine[name]:
+            what = f"--{name} was {theirs!r}, here it is {mine[name]!r}"
+            what = f"{name} were others" if name in ("layers", "stages") else what
+            raise UserError(f"--resume {folder}: its {what}; give the same settings")
+    return Found(folder, index)
+
+
+class Pieces:
+    """The tensors of a checkpoint, of all ranks, put together by parameter."""
+
+    def __init__(self, found: Found):
+        self.folder = found.folder
+        self.tensors = {name: x for file in found.index["files"]
+                        for name, x in read_tensors(found.folder / Path(file).name).items()}
+        self.places: dict[str, list[tuple[int, Tensor]]] = {}       # sorted by the first number
+        for name, x in self.tensors.items():
+            whole, at, first = name.rpartition("@")
+            if at:
+                self.places.setdefault(whole, []).append((int(first), x))
+        for parts in self.places.values():
+            parts.sort(key=lambda part: part[0])
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            raise UserError(f"{self.folder}: {name!r} is missing; the checkpoint is of another program")
+        return self.tensors[name]
+
+    def numbers(self, name: str, first: int, like: Tensor) -> Tensor:
+        """As many numbers of a parameter as `like` has, from `first` on, in its shape."""
+        end, found = first + like.numel(), []
+        for start, x in self.places.get(name, []):
+            found.append(x[max(first - start, 0):max(end - start, 0)])
+        whole = torch.cat(found) if found else torch.empty(0)
+        if whole.numel() != like.numel() or whole.dtype != like.dtype:
+            raise UserError(f"{self.folder}: {name!r} has {whole.numel()} numbers of {whole.dtype}, not "
+                            f"{like.numel()} of {like.dtype}; it is of another kind of machine or program")
+        return whole.view(like.shape)
+
+
+@torch.no_grad()
+def restore(trainer, found: Found) -> int:
+    """Bring a new trainer to where the checkpoint's was; returns how many steps are done."""
+    optimizer, world, pieces = trainer.optimizer, trainer.world, Pieces(found)
+    pending = found.step % trainer.config.adam_every > 0
+    for name, shard in optimizer.shards.items():
+        if hasattr(shard, "table"):
+            shard.table.steps.copy_(pieces.tensor(f"{name}/steps"))
+            restore_table(name, shard, pieces, found.index["ranks"], world, pending)
+            continue
+        shard.steps.copy_(pieces.tensor(f"{name}/steps"))
+        own = (0, 1) if shard.group.replicated else (world.rank, world.size)
+        for i, first, place in own_parts(shard, *own):
+            for field, x in buffers(shard).items():
+                x[place].copy_(pieces.numbers(f"{name}/{i}/{field}", first, x[place]))
+        for i, p in enumerate(shard.group.params):
+            p.copy_(pieces.numbers(f"{name}/{i}/weight", 0, p))
+            if pending and shard.weight.ndim == 1:
+                p.grad.copy_(own_gradient(f"{name}/{i}/grads", p, pieces, found.index["ranks"], world))
+    optimizer.tied = trainer.schedule.at(found.step - 1).tied
+    return found.step
+
+
+def own_gradient(name: str, p: Tensor, pieces: Pieces, ranks: int, world) -> Tensor:
+    """What this rank had summed. From another number of ranks rank 0 gets the whole sum."""
+    if ranks == world.size:
+        return pieces.numbers(f"{name} of rank {world.rank}", 0, p)
+    if world.rank:
+        return torch.zeros_like(p)
+    return sum(pieces.numbers(f"{name} of rank {rank}", 0, p).float() for rank in range(ranks))
+
+
+def restore_table(name: str, shard, pieces: Pieces, ranks: int, world, pending: bool) -> None:
+    """The columns of the n-gram table that this rank has, from those of the `ranks` that wrote."""
+    table, beta2 = shard.table, shard.group.betas[1]
+    columns = table.weight.shape[1]
+    width, block = columns * world.size // ranks, columns // table.second.shape[1]      # of one that wrote
+
+    def overlap(rank: int) -> tuple[slice, slice]:
+        """Which columns here are which of that rank's; empty if none."""
+        begin = max(world.rank * columns, rank * width)
+        end = max(min((world.rank + 1) * columns, (rank + 1) * width), begin)
+        return tuple(slice(begin - start, end - start) for start in (world.rank * columns, rank * width))
+
+    def parts(rank: int) -> Iterator[tuple[Tensor, str]]:
+        """Numbers of rows, and where the rest of them stands."""
+        prefix = f"{name}/rows of rank {rank}/"
+        for key, rows in pieces.tensors.items():
+            if key.startswith(prefix):
+                yield rows.long(), f"{name}/{{}} of rank {rank}/{key.removeprefix(prefix)}"
+
+    mine = [rank for rank in range(ranks) if overlap(rank)[0].stop > overlap(rank)[0].start]
+    device = table.weight.device
+    # A rank notes when it last moved a row, whose gradient may be zero in its columns alone. The columns of
+    # several ranks become those of one: the latest note counts, and mean squares shrink until then.
+    for rows, key in (part for rank in mine for part in parts(rank)):
+        rows, last = rows.to(device), pieces.tensor(key.format("last")).to(device)
+        table.last[rows] = torch.maximum(table.last[rows], last)
+    for rank in mine:
+        here, there = overlap(rank)
+        blocks_here, blocks_there = (slice(x.start // block, x.stop // block) for x in (here, there))
+        for rows, key in parts(rank):
+            last, rows = pieces.tensor(key.format("last")).to(device), rows.to(device)
+            second = pieces.tensor(key.format("second"))[:, blocks_there].to(device)
+            table.weight[:, here][rows] = pieces.tensor(key.format("weight"))[:, there].to(device)
+            table.second[:, blocks_here][rows] = second * (beta2 ** (table.last[rows] - last))[:, None]
+    if pending:
+        restore_pending(name, table, pieces, [(rank, *overlap(rank)) for rank in mine])
+
+
+def restore_pending(name: str, table, pieces: Pieces, overlaps: list[tuple[int, slice, slice]]) -> None:
+    """The gradients of rows that wait for the next update."""
+    listed = {rank: pieces.tensor(f"{name}/pending rows of rank {rank}").long() for rank, *_ in overlaps}
+    rows = torch.cat([*listed.values()]).unique()
+    grads = torch.zeros(len(rows), table.weight.shape[1], dtype=table.weight.dtype)
+    for rank, here, there in overlaps:
+        places = torch.searchsorted(rows, listed[rank])
+        grads[:, here][places] = pieces.tensor(f"{name}/pending grads of rank {rank}")[:, there]
+    rows, grads = rows.to(table.weight.device), grads.to(table.weight.device)
+    if isinstance(table.gradients, Tensor):
+        table.gradients[rows] = grads
+        return
+    gradients, k = table.gradients, torch.arange(1, len(rows) + 1, device=rows.device)
+    gradients.grads[1:1 + len(rows)], gradients.rows[1:1 + len(rows)] = grads, rows.int()
+    gradients.place[rows] = k.int()
+    gradients.count.fill_(len(rows))

@@ -1,0 +1,223 @@
+"""Runs that stop and go on: bit for bit on as many ranks, with the same mathematics on others."""
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoint_worker import MOMENTS
+from conftest import ROOT, TINY, environment
+
+import train_gpt
+from kernels import ngrams
+from kernels.ranks.collectives import Collectives
+from records.run import checkpoint
+from records.tools.check import check_clock
+from records.tools.logs import read_log
+
+SHORTER = [*TINY, "--batch_tokens", "256,512,768", "--micro_batches", "4", "--val_every", "0"]
+
+
+@pytest.fixture(scope="module")
+def runs(shards, tmp_path_factory):
+    """The folder in which `checkpoint_worker` has run."""
+    out = tmp_path_factory.mktemp("checkpoints")
+    words = [sys.executable, "tests/checkpoint_worker.py", str(out), "--preset", "cpu", *SHORTER,
+             "--data_path", str(shards)]
+    result = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    errors = "".join(path.read_text() for path in out.glob("errors-*.txt"))
+    assert result.returncode == 0, result.stderr + errors
+    return out
+
+
+def log_of(runs, name: str):
+    [path] = runs.glob(f"2*-{name}/log.jsonl")
+    return read_log(path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_goes_on_bit_for_bit_as_if_it_had_never_stopped(runs, ranks):
+    for rank in range(ranks):
+        found = torch.load(runs / f"{ranks}-{rank}.pt")
+        losses, state = found.pop(0)
+        assert found.keys() == {*MOMENTS}
+        for first, (rest, its_state) in found.items():
+            assert rest == losses[first:]
+            assert all(torch.equal(*pair) for pair in zip(its_state, state, strict=True)), (rank, first)
+
+
+def test_a_killed_run_goes_on_from_the_checkpoint_before(runs):
+    """It ended while it wrote the one of step 4."""
+    assert (runs / "kill/step-0000004.part/rank0-00001.safetensors").exists()
+    whole, rest = log_of(runs, "whole"), log_of(runs, "on-1")
+    assert rest.header["resumed"] == {"checkpoint": "step-0000003", "step": 3, "ranks": 1}
+    assert rest.steps["loss"].tolist() == whole.steps["loss"][3:].tolist() and rest.loss == whole.loss
+    assert rest.steps["step"][0] == 4 and rest.steps["tokens"].tolist() == whole.steps["tokens"][3:].tolist()
+    assert "resumed" not in whole.header and not check_clock(whole)
+    assert "went on from a checkpoint" in check_clock(rest)[0]
+
+
+def test_a_signal_to_one_rank_stops_all_behind_a_checkpoint(runs):
+    stopped = log_of(runs, "on-2")
+    assert stopped.stopped.startswith("stopped by a signal after step 5; go on with --resume ")
+    assert "train_gpt.py: stopped by a signal after step 5" in (runs / "errors-0.txt").read_text()
+    *_, line, _ = map(json.loads, stopped.path.open())
+    assert line["kind"] == "checkpoint" and line["step"] == 5 and line["bytes"] > 1e5
+    files = sorted(path.name for path in (runs / "stop/step-0000005").iterdir())
+    assert files == ["index.json", "rank0-00001.safetensors", "rank1-00001.safetensors"]
+
+
+def test_one_two_and_four_ranks_go_on_from_each_other(runs):
+    """1 to the third step, 2 to the fifth, 4 to the end; the first began between two steps of one update."""
+    whole, on_2, on_4 = (log_of(runs, name) for name in ("whole", "on-2", "on-4"))
+    assert [run.header["resumed"]["ranks"] for run in (on_2, on_4)] == [1, 2]
+    losses = [*on_2.steps["loss"], *on_4.steps["loss"]]
+    assert losses == pytest.approx(whole.steps["loss"][3:].tolist(), rel=1e-4)
+    assert on_4.loss == pytest.approx(whole.loss, rel=1e-4)
+
+
+# ---- The state itself, without a run
+
+GROUPS = (("matrices", train_gpt.NorMuon, [(8, 4)] * 5, {"matrix_lr": [1.0] * 5}),
+          ("tables", train_gpt.Adam, [(7, 5), (64, 3)], {}),
+          ("scalars", train_gpt.Adam, [(3,)], {"replicated": True}))
+
+
+def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fill: bool) -> SimpleNamespace:
+    """What `copy_state` and `restore` need of a trainer: groups of every kind, with random or empty state."""
+    torch.manual_seed(0)
+    config, shards = replace(train_gpt.PRESETS["cpu"], adam_every=2), {}
+    world = SimpleNamespace(rank=rank, size=ranks, collectives=Collectives(ranks), device=torch.device("cpu"))
+    for name, algorithm, shapes, more in GROUPS:
+        params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+        group = train_gpt.Group(name, params, ["layer 0"] * len(params), 1.0, (0.9, 0.9), 0.0, algorithm,
+                                **more)
+        shards[name] = shard = algorithm(group, config, world)
+        if fill:
+            for x in (*checkpoint.buffers(shard).values(), shard.steps):
+                x.copy_(torch.randint(-999, 999, x.shape))
+            if algorithm is train_gpt.Adam:
+                shard.grads.copy_(torch.randint(-9, 9, shard.grads.shape))
+    table = made_up_table(rank, ranks, dtype, listed, fill)
+    shards["rows"] = SimpleNamespace(table=table, group=SimpleNamespace(betas=(0.0, 0.99)))
+    optimizer = SimpleNamespace(shards=shards, finite=torch.tensor(True), tied=True)
+    return SimpleNamespace(optimizer=optimizer, world=world, config=config,
+                           schedule=train_gpt.Schedule(config))
+
+
+def made_up_table(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fill: bool) -> ngrams.TableState:
+    """This rank's columns of 50 rows of 16, of which 17 were updated and 9 have a gradient."""
+    weight, grads, second = (torch.zeros(50, width, dtype=of) for width, of in
+                             ((16, dtype), (16, dtype), (4, torch.float32)))
+    updated, pending, last = torch.arange(0, 50, 3), torch.randperm(50)[:9], torch.zeros(50)
+    if fill:
+        weight[updated], second[updated] = torch.randn(17, 16).to(dtype), torch.rand(17, 4)
+        last[updated], grads[pending] = 3.0, torch.randn(9, 16).to(dtype)
+    weight, grads, second = (x.chunk(ranks, 1)[rank].contiguous() for x in (weight, grads, second))
+    if listed:
+        rows = ngrams.no_gradients(weight, 20)
+        if fill:
+            rows.grads[ngrams.enlist_reference(pending.int(), rows).long()] = grads[pending]
+        grads = rows
+    return ngrams.TableState(weight, grads, second, last, torch.tensor(7.0 * fill))
+
+
+def pieces_of(trainers, monkeypatch):
+    """A checkpoint of these ranks that was never on a disk."""
+    tensors = {}
+    for trainer in trainers:
+        tensors |= checkpoint.copy_state(trainer, 3).tensors
+    monkeypatch.setattr(checkpoint, "read_tensors", lambda path: tensors)
+    index = {"step": 3, "ranks": len(trainers), "files": {"all": 0}}
+    return tensors, checkpoint.Found(ROOT, index)
+
+
+@pytest.mark.parametrize("dtype, listed", [(torch.float32, False), (torch.bfloat16, True)])
+def test_state_survives_other_numbers_of_ranks(monkeypatch, dtype, listed):
+    """From 1 rank to 2, 4 and 1 again: every bit of it, mantissas and gradients included."""
+    monkeypatch.setattr(checkpoint, "PART", 20)
+    trainers = [made_up_trainer(0, 1, dtype, listed, fill=True)]
+    first, found = pieces_of(trainers, monkeypatch)
+    for ranks in (2, 4, 1):
+        trainers = [made_up_trainer(rank, ranks, dtype, listed, fill=False) for rank in range(ranks)]
+        for trainer in trainers:
+            assert checkpoint.restore(trainer, found) == 3
+        tensors, found = pieces_of(trainers, monkeypatch)
+    assert tensors.keys() == first.keys()
+    for name, x in first.items():
+        if "pending" not in name:
+            assert torch.equal(tensors[name], x), name
+    orders = [x["rows/pending rows of rank 0"].argsort() for x in (first, tensors)]
+    for field in ("rows", "grads"):
+        name = f"rows/pending {field} of rank 0"
+        assert torch.equal(first[name][orders[0]], tensors[name][orders[1]])
+    if listed:
+        table = trainers[0].optimizer.shards["rows"].table.gradients
+        rows = table.rows[1:1 + table.count]
+        assert torch.equal(table.place[rows.long()], torch.arange(1, 10).int())
+
+
+def test_columns_that_were_moved_at_different_times_are_brought_to_one(monkeypatch):
+    """A rank whose columns had no gradient has not noted an update. Joined, their mean squares shrink."""
+    trainers = [made_up_trainer(rank, 2, torch.float32, False, fill=True) for rank in range(2)]
+    before = [trainer.optimizer.shards["rows"].table for trainer in trainers]
+    before[1].last[3] = 1.0
+    _, found = pieces_of(trainers, monkeypatch)
+    joined = made_up_trainer(0, 1, torch.float32, False, fill=False)
+    checkpoint.restore(joined, found)
+    table = joined.optimizer.shards["rows"].table
+    assert table.last[3] == 3.0 and torch.equal(table.second[:, :2], before[0].second)
+    torch.testing.assert_close(table.second[3, 2:], before[1].second[3] * 0.99 ** 2)
+    assert torch.equal(table.second[6, 2:], before[1].second[6])
+
+
+# ---- What is refused
+
+@pytest.mark.parametrize("edit, flags, said", [
+    ("truncate", [], "rank0-00001.safetensors: truncated or missing; resume from another one"),
+    ("foreign", [], "index.json: not of a readable-speedrun-checkpoint; another program wrote it"),
+    ("newer", [], "index.json: version 2 of readable-speedrun-checkpoint, this program reads up to 1"),
+    ("remove", [], "holds no checkpoint"),
+    ("", ["--seed", "5"], "its --seed was 0, here it is 5; give the same settings"),
+    ("", ["--lr_scale", "1,1,2"], "its stages were others; give the same settings"),
+    ("", ["--runs", "2"], "take one run at a time"),
+    ("", ["--checkpoint_every", "3"], "give a folder and a number of steps"),
+])
+def test_a_bad_checkpoint_is_refused_in_one_line(runs, shards, tmp_path, edit, flags, said):
+    folder = shutil.copytree(runs / "kept-1/step-0000003", tmp_path / "step-0000003")
+    index = folder / "index.json"
+    if edit == "truncate":
+        file = folder / "rank0-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-9])
+    elif edit == "remove":
+        index.unlink()
+    elif edit:
+        old, new = {"foreign": ("readable", "other"), "newer": ('"version": 1', '"version": 2')}[edit]
+        index.write_text(index.read_text().replace(old, new))
+    flags = ["--preset", "cpu", *SHORTER, "--data_path", str(shards), "--resume", str(tmp_path), *flags]
+    with pytest.raises(train_gpt.UserError) as error:
+        checkpoint.find(train_gpt.parse_config(flags))
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_only_the_newest_two_are_kept(tmp_path, config, monkeypatch):
+    config = replace(config, checkpoint=str(tmp_path), checkpoint_every=1)
+    trainer = made_up_trainer(0, 1, torch.float32, False, fill=True)
+    trainer.config, trainer.world.barrier = config, lambda: None
+    (tmp_path / "step-0000009.part").mkdir()
+    with checkpoint.Keeper(trainer, train_gpt.RunLog("", False)) as keeper:
+        for steps_done in range(1, 5):
+            keeper.after(steps_done)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000003", "step-0000004"]
+    trainer.optimizer.finite = torch.tensor(False)
+    with pytest.raises(train_gpt.LogError, match="not whole: .* the loss is not finite"):
+        with keeper:
+            keeper.after(5)
+    monkeypatch.setattr(checkpoint.TensorFiles, "flush", lambda _: open("/dev/full", "w").write("x" * 99999))
+    with pytest.raises(train_gpt.LogError, match="the disk is full"):
+        with keeper:
+            keeper.after(6)
+    assert checkpoint.find(replace(config, resume=str(tmp_path))).step == 4

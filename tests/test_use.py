@@ -1,0 +1,239 @@
+"""A trained model is saved, read again, sampled, scored and exported."""
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, TINY, environment
+from safetensors.torch import load_file
+
+import train_gpt
+from data.loader import make_batch
+from data.vocabulary import Bytes
+from records.run import settings, weights
+from use import model as use_model
+from use import score
+from use.cache import Reader
+from use.model import PLAIN
+from use.sample import choose, sample
+
+CPU = torch.device("cpu")
+SHORTER = [*TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768", "--final_windows", "2,3",
+           "--val_window", "4", "--save", "log"]
+
+
+@pytest.fixture(scope="module")
+def trained(shards, tmp_path_factory):
+    """The folder of a tiny model that was trained for 8 steps, in three files, and its run's report."""
+    patch, runs = pytest.MonkeyPatch(), tmp_path_factory.mktemp("runs")
+    patch.setenv("RUNS_PATH", str(runs))
+    patch.setattr(weights, "FILE_BYTES", 300_000)
+    config = train_gpt.parse_config(["--preset", "cpu", *SHORTER, "--data_path", str(shards)])
+    report = train_gpt.run(config, train_gpt.World(), time.time())
+    patch.undo()
+    [folder] = runs.glob("2*/model")
+    return folder, report
+
+
+@pytest.fixture
+def saved(trained):
+    return use_model.load(trained[0], CPU, **PLAIN)
+
+
+def all_logits(saved, text: torch.Tensor) -> torch.Tensor:
+    """The logits (n, vocabulary) at every token of text (n,), by one forward pass over all its documents."""
+    starts = (text == 256).nonzero()[:, 0].tolist()
+    sequences = [(text.numpy(), a, b - a) for a, b in zip(starts, [*starts[1:], len(text)])]
+    model, ops = saved.model, saved.model.ops
+    model.ops = ops._replace(head_loss=lambda x, head, *_, **__: use_model.logits(x, head))
+    with torch.no_grad():
+        found = model(make_batch(sequences, len(text), len(starts), len(text), 256), saved.step)
+    model.ops = ops
+    return found
+
+
+def test_a_saved_model_is_whole_and_holds_only_rows_that_were_written(trained, saved):
+    folder, report = trained
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert set(index["weight_map"].values()) == set(files) and len(files) > 1
+    tensors = {name: x for file in files for name, x in load_file(folder / file).items()}
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
+    numbers = torch.cat([x for name, x in tensors.items() if "numbers" in name])
+    rows = torch.cat([x for name, x in tensors.items() if "rows" in name])
+    assert 100 < len(numbers) < 1024 and (numbers.diff() > 0).all() and rows.any(1).all()
+    facts = json.loads((folder / "config.json").read_text())
+    assert facts["loss"] == report.validation_loss and facts["vocabulary"] == "bytes" and facts["steps"] == 8
+    assert facts["written"] == len(numbers) and str(ROOT) not in (folder / "config.json").read_text()
+    assert f"{report.validation_loss:.4f}" in (folder / "README.md").read_text()
+    config = use_model.config_of(facts, folder)
+    assert config.layers == train_gpt.CPU_LAYERS and config.stages[2].batch_tokens == 768
+    look_up = saved.model.ops.lookup
+    every = look_up(saved.model.ngrams.table, use_model.train_gpt.embedding.unsorted(torch.arange(1024)))
+    assert torch.equal(every[numbers.long()], rows) and every.any(1).sum() == len(numbers)
+
+
+@pytest.mark.parametrize("pieces", [[1] * 120, [85, 1, 1, 12, 2, 19]], ids=["token by token", "pieces"])
+def test_reading_on_gives_the_logits_of_one_forward_pass(saved, pieces):
+    """At every position: across both windows, at starts of documents and just behind them."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(97, 123, (120,), generator=generator)
+    text[torch.tensor([0, 78, 80, 81])] = 256
+    for p in saved.model.parameters():      # After so few steps most parts hardly change a logit.
+        if not p.is_meta:
+            torch.nn.init.normal_(p, std=0.3, generator=generator)
+    wanted = all_logits(saved, text)
+    reader, found = Reader(saved), []
+    first, *others = text[None].split(pieces, 1)
+    found.append(reader.read(first))
+    reader.spread(2)
+    found = [found[0].expand(2, -1, -1), *(reader.read(piece.expand(2, -1)) for piece in others)]
+    found = torch.cat(found, 1)
+    for sample_logits in found:
+        torch.testing.assert_close(sample_logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_long_prompt_is_read_in_pieces(saved, trained, monkeypatch):
+    text = torch.cat([torch.tensor([256]), torch.randint(97, 123, (90,))])
+    wanted = all_logits(saved, text)
+    monkeypatch.setattr("use.cache.PIECE", 16)
+    torch.testing.assert_close(Reader(saved).read(text[None])[0], wanted, atol=1e-4, rtol=1e-4)
+
+
+def texts(folder, seed: int, **how) -> list[list[int]]:
+    """The tokens of three samples."""
+    saved = use_model.load(folder, CPU, **PLAIN)
+    return torch.stack(list(sample(saved, Bytes().encode(b"ab"), 12, 3, seed, **how)), 1).tolist()
+
+
+def test_samples_follow_the_seed(trained):
+    once, likeliest = texts(trained[0], 0), texts(trained[0], 0, temperature=0.0)
+    assert once == texts(trained[0], 0) != texts(trained[0], 1) and once[0] != once[1]
+    assert likeliest == texts(trained[0], 5, top_k=1) == texts(trained[0], 6, top_p=1e-6)
+
+
+def test_a_sample_ends_with_its_document(trained, monkeypatch):
+    told = iter(torch.tensor([[97, 256, 98], [256, 97, 98], [97, 97, 256], [97, 97, 97]]))
+    monkeypatch.setattr("use.sample.choose", lambda *_: next(told))
+    assert texts(trained[0], 0) == [[97, 256, 256], [256, 256, 256], [98, 98, 256]]
+
+
+def test_top_k_and_top_p():
+    generator, logits = torch.Generator().manual_seed(0), torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()
+    def seen(*how) -> set[int]:
+        return {int(choose(logits, *how, generator)) for _ in range(200)}
+    assert seen(1.0, 0, 1.0) == {0, 1, 2, 3} and seen(1.0, 3, 1.0) == {1, 2, 3}
+    assert seen(1.0, 0, 0.5) == {1, 2}
+    assert seen(1.0, 0, 0.4) == seen(0.0, 0, 1.0) == seen(0.01, 0, 1.0) == {1}
+
+
+def change(folder, name: str, edit) -> None:
+    path = folder / name
+    path.write_bytes(edit(path.read_bytes()))
+
+
+@pytest.mark.parametrize("name, edit, parts", [
+    ("model.safetensors", lambda data: data[:-5], ["model.safetensors: truncated or damaged"]),
+    ("model.safetensors", lambda data: data.replace(b"head", b"feet", 1), ["is unknown|is missing"]),
+    ("config.json", lambda data: b"{", ["config.json: not JSON", "no folder of a readable-speedrun-model"]),
+    ("config.json", lambda data: data.replace(b"readable", b"foreign"), ["another program wrote it"]),
+    ("config.json", lambda data: data.replace(b'"version": 1', b'"version": 2'), ["version 2", "up to 1"]),
+    ("config.json", lambda data: data.replace(b'"smear"', b'"smudge"'), [r"does not know \(smudge\)"]),
+], ids=["truncated", "renamed", "not JSON", "foreign", "newer", "unknown setting"])
+def test_a_bad_model_is_refused_in_one_line(tmp_path, config, name, edit, parts):
+    config = settings.change(replace(config, save=str(tmp_path / "model")), micro_batches=2)
+    model = train_gpt.GPT(config, CPU, train_gpt.Collectives(1))
+    report = train_gpt.Report(train_gpt.RunLog("", False), train_gpt.Clock(CPU), 1, CPU, 0, 1)
+    weights.save_model(model, report, None)
+    change(tmp_path / "model", name, edit)
+    with pytest.raises(train_gpt.UserError) as error:
+        use_model.load(tmp_path / "model", CPU, **PLAIN)
+    message = str(error.value)
+    assert "\n" not in message and all(re.search(part, message) for part in parts), message
+
+
+def test_a_sample_from_outside(trained):
+    words = ["./run.sh", "sample", "--prompt", "ab", "--tokens", "5", "--samples", "2"]
+    result = subprocess.run(words, cwd=ROOT, env=environment(RUNS_PATH=str(trained[0].parent.parent)),
+                            capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0 and result.stdout.startswith("ab"), result.stderr
+    assert "-" * 80 + "\nab" in result.stdout and "10 tokens in" in result.stderr
+
+
+def test_the_validation_loss_of_a_saved_model_is_that_of_its_run(trained, shards):
+    """To the last bit."""
+    saved = use_model.load(trained[0], CPU)
+    assert score.score_shards(saved, shards, saved.model.config.val_tokens) == trained[1].validation_loss
+
+
+def test_scores_of_documents_are_those_of_single_tokens(trained, saved):
+    """Also where a document is longer than a sequence, and where a batch holds several or is not full."""
+    documents = [Bytes().encode(bytes(97 + (7 * i + k) % 26 for i in range(n))) for k, n in
+                 enumerate((300, 2, 90, 200, 256, 257, 1))]
+    total, count = score.score_documents(saved, documents)
+    assert count == sum(len(tokens) - 1 for tokens in documents)
+    expected = 0.0
+    for tokens in documents:
+        tokens = torch.from_numpy(tokens.astype(int))
+        for given, wanted in zip(tokens[:-1].split(256), tokens[1:].split(256)):
+            logits = Reader(use_model.load(trained[0], CPU, **PLAIN)).read(given[None])[0]
+            expected += float(torch.nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+    assert total == pytest.approx(expected, rel=1e-5)
+
+
+QUESTIONS = [
+    {"ctx": "A man opens a book. He", "endings": ["reads.", "flies to the moon and sings.", "eats it", "x"],
+     "label": 0, "ind": 4, "activity_label": "Reading"},
+    {"query": "Water is", "choices": ["wet", "dry as dust"], "gold": "1"},
+    {"question": "Two and two make", "choices": ["four", "five", "six"], "answer": 2}]
+
+
+def test_multiple_choice_by_the_usual_rule(trained, saved, tmp_path):
+    """Against a plain form: the loss of each ending's tokens behind its context, one text at a time."""
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(map(json.dumps, QUESTIONS)) + "\n\n")
+    questions, right, normalised = list(score.read_questions(path)), 0, 0
+    for context, endings, label in questions:
+        losses = []
+        for ending in endings:
+            whole, k = Bytes().encode(f"{context} {ending}".encode()), len(ending) + 1
+            one = saved.model.ops
+            losses.append(score.score_documents(saved, [whole])[0])
+            if len(whole) > k + 1:
+                losses[-1] -= score.score_documents(saved, [whole[:-k]])[0]
+            assert saved.model.ops is one
+        right += losses.index(min(losses)) == label
+        a_character = [loss / len(ending) for loss, ending in zip(losses, endings)]
+        normalised += a_character.index(min(a_character)) == label
+    found = score.score_questions(saved, questions, Bytes().encode)
+    assert found == (3, right, normalised)
+    for line in ("[]", "{}", '{"ctx": "a", "endings": ["b"], "label": 1}', "no"):
+        path.write_text(line)
+        with pytest.raises(score.DataError, match=r"questions.jsonl:1: no question with ctx, endings, label"):
+            list(score.read_questions(path))
+
+
+def test_score_as_a_command(trained, tmp_path, monkeypatch, capsys):
+    def run(*words: object) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["score", *map(str, words)])
+        with suppress(SystemExit):
+            score.main()
+        return capsys.readouterr()
+
+    (tmp_path / "a.txt").write_text("some text\n" * 30)
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    said, _ = run(trained[0], tmp_path / "a.txt", "--hellaswag", tmp_path / "q.jsonl")
+    told = r"([\d.]+) nats a token, ([\d.]+) bits a byte \(300 tokens, 300 bytes\)"
+    nats, bits = map(float, re.search(told, said).groups())
+    assert bits == pytest.approx(nats / math.log(2), abs=1e-3) and "(3 questions)" in said
+    for words, part in (((tmp_path, "x.txt"), "no folder of a readable-speedrun-model"),
+                        ((trained[0], "x.txt"), "x.txt: no such file")):
+        said, errors = run(*words)
+        assert not said and len(errors.splitlines()) == 1 and part in errors

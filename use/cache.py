@@ -1,0 +1,106 @@
+"""The model reading on: a few new tokens of each sample, with the keys and values of those before them.
+
+`Reader` runs `GPT.forward` as it is, with three of its parts exchanged: what makes queries, keys and values
+also remembers keys and values; attention looks at what is remembered; and the head gives logits, not a loss.
+What reaches back from a token beside attention are the smear (one token), the n-grams (some tokens) and the
+key offset. For the first two a few earlier tokens are read again with the new ones. For the last the other
+half of the newest key is remembered too.
+"""
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.loader import Batch
+from kernels.attention import HeadShape, Positions
+from use.model import Saved, logits
+
+PIECE = 512     # tokens of a prompt that are read at a time; memory grows with them and the window
+
+
+class Reader:
+    """Several samples of one length, which read the same number of tokens at a time.
+
+    The model must run in plain PyTorch (`use.model.PLAIN`), and from now on belongs to the reader.
+    """
+
+    def __init__(self, saved: Saved):
+        self.model, self.step, config = saved.model, saved.step, saved.model.config
+        self.cos, self.sin, _ = self.model.rotary[self.step.windows[1] * config.window_block]
+        self.start, self.config = config.document_start, config
+        self.again = max(*config.ngrams, 2) - 1         # tokens before the new ones that are read again
+        self.tokens = torch.empty(1, 0, dtype=torch.long, device=self.model.device)     # (samples, read)
+        self.age = self.tokens                          # of each, tokens since its document's start
+        # Of each layer: keys, values, and the other half of the newest key.
+        self.past: list[tuple[Tensor, ...]] = []
+        self.qkv = self.model.ops.qkv
+        self.model.attention = self.attend
+        self.model.ops = self.model.ops._replace(qkv=self.remember, head_loss=self.last_logits)
+
+    def spread(self, samples: int) -> None:
+        """From now on read so many samples, which have all read the same so far."""
+        self.tokens, self.age = (x.expand(samples, -1) for x in (self.tokens, self.age))
+        self.past = [tuple(x.expand(samples, *x.shape[1:]) for x in layer) for layer in self.past]
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> Tensor:
+        """Logits (samples, n, padded vocabulary) after each of the next tokens (samples, n)."""
+        if tokens.shape[1] > PIECE:
+            return torch.cat([self.read(piece) for piece in tokens.split(PIECE, 1)], 1)
+        before, n = self.tokens.shape[1], tokens.shape[1]
+        if before + n > len(self.cos):
+            raise ValueError(f"{before + n} tokens, the reader was made for {len(self.cos)}")
+        self.new, self.layer = n, 0
+        self.tokens = torch.cat([self.tokens, tokens], 1)
+        at = torch.arange(before, before + n, device=tokens.device)
+        started = torch.where((tokens == self.start) | (at == 0), at, -1)
+        if before:
+            started[:, 0] = torch.maximum(started[:, 0], before - 1 - self.age[:, -1])
+        self.age = torch.cat([self.age, at - started.cummax(1).values], 1)
+        self.first = max(before - self.again, 0)
+        rows = self.tokens[:, self.first:]
+        starts = rows == self.start
+        starts[:, 0] = True
+        flat, cu_seqlens = rows.flatten().int(), starts.flatten().nonzero()[:, 0].int()
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([len(flat)])])
+        batch = Batch(flat, torch.full_like(flat, -1), cu_seqlens, flat[:0], rows.shape[1])
+        return self.model(batch, self.step)
+
+    def of_new(self, x: Tensor) -> Tensor:
+        """(samples, new, …) of x (samples · (again + new), …)."""
+        return x.unflatten(0, (len(self.tokens), -1))[:, -self.new:]
+
+    def remember(self, x, projection, positions, value_rows, ngram_values, shape: HeadShape) -> tuple:
+        """Queries (n, heads, qk_dim); keys and values (samples, remembered and new, heads, …)."""
+        samples, here = len(self.tokens), slice(self.first, self.tokens.shape[1])
+        cos, sin = (table[here].repeat(samples, 1) for table in (self.cos, self.sin))
+        q, k, v = self.qkv(x, projection, Positions(cos, sin, positions.is_start), value_rows, ngram_values,
+                           shape._replace(key_offset=False))
+        k, v, rotary = self.of_new(k), self.of_new(v), 2 * cos.shape[1]
+        empty = k[:, :0], v[:, :0], torch.zeros_like(k[:, :1, :, rotary:])
+        keys, values, other = self.past[self.layer] if self.past[self.layer:] else empty
+        other = torch.cat([other, k[..., rotary:]], 1)
+        if shape.key_offset:
+            is_start = (self.age[:, -self.new:] == 0)[..., None, None]
+            k = torch.cat([k[..., :rotary], other[:, :-1].masked_fill(is_start, 0)], -1)
+        keys, values = torch.cat([keys, k], 1), torch.cat([values, v], 1)
+        reach = max(self.step.windows) * self.config.window_block
+        self.past[self.layer:self.layer + 1] = [(keys[:, -reach:], values[:, -reach:], other[:, -1:])]
+        self.layer += 1
+        return q, keys, values
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, max_length: int,
+               window: int, scale: float) -> Tensor:
+        """As the functions in kernels/attention/flash.py; zero for tokens that are read again."""
+        queries = self.of_new(q)
+        newest = torch.arange(keys.shape[1], device=q.device) - (keys.shape[1] - self.new)
+        distance = torch.arange(self.new, device=q.device)[:, None] - newest
+        reach = self.age[:, -self.new:, None].clamp(max=window)
+        mask = (distance >= 0) & (distance <= reach)                # (samples, new, keys)
+        heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
+        y = F.scaled_dot_product_attention(*heads_first, attn_mask=mask[:, None], scale=scale)
+        out = y.new_zeros(len(self.tokens), len(q) // len(self.tokens), *values.shape[2:])
+        out[:, -self.new:] = y.transpose(1, 2)
+        return out.flatten(0, 1)
+
+    def last_logits(self, x: Tensor, head: Tensor, *_, **__) -> Tensor:
+        return logits(self.of_new(x).flatten(0, 1), head).unflatten(0, (-1, self.new))

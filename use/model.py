@@ -1,0 +1,160 @@
+"""A saved model, built by `train_gpt.GPT`, on one device.
+
+Rows of the n-gram table are looked up in the files of the model, which are mapped into memory: a table of
+many billion numbers needs no room on the device, and of the host's memory only what is read.
+"""
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import train_gpt
+from data.errors import DataError, one_line_errors
+from data.vocabulary import BytePairs, Bytes, load_vocabulary
+from kernels.loss.cross_entropy import CAP, SHIFT, WIDTH
+from kernels.ranks.collectives import Collectives
+from records.run.settings import UserError
+from records.run.weights import read_model
+
+# Sampling takes few tokens at a time, for which plain PyTorch in bfloat16 is as fast as the kernels.
+PLAIN = {"reference": ("all",), "compile": False, "fp8": ()}
+
+
+class Saved(NamedTuple):
+    """A model that was saved, and what it needs to be used."""
+    model: train_gpt.GPT
+    step: train_gpt.Step                # how it is validated at the end of its run
+    facts: dict                         # of its config.json
+
+
+class WrittenRows:
+    """The rows of the n-gram table that a run has written, by number; every other row is zero."""
+
+    def __init__(self, tensors: dict[str, Tensor], like: Tensor):
+        count = sum(name.startswith("ngrams.rows.") for name in tensors)
+        self.rows = [tensors.pop(f"ngrams.rows.{i}") for i in range(count)]
+        numbers = [tensors.pop(f"ngrams.numbers.{i}") for i in range(count)]
+        self.numbers = torch.cat([torch.empty(0, dtype=torch.int32), *numbers])
+        self.ends = torch.tensor([len(rows) for rows in self.rows], dtype=torch.long).cumsum(0)
+        self.like = like                # what is looked up has its width, dtype and device
+
+    def __call__(self, numbers: Tensor) -> Tensor:
+        """The rows (n, head_dim) with these numbers (n,)."""
+        wanted = numbers.cpu().to(self.numbers.dtype)
+        found = torch.zeros(len(wanted), self.like.shape[1], dtype=self.like.dtype)
+        place = torch.searchsorted(self.numbers, wanted).clamp(max=max(len(self.numbers) - 1, 0))
+        here = (self.numbers[place] == wanted).nonzero()[:, 0] if len(self.numbers) else place[:0]
+        part = torch.searchsorted(self.ends, place[here], right=True)
+        for i, rows in enumerate(self.rows):
+            mine = here[part == i]
+            found[mine] = rows[place[mine] - (self.ends[i] - len(rows))].to(found.dtype)
+        return found.to(self.like.device)
+
+
+def load(folder: Path, device: torch.device, **changes: object) -> Saved:
+    """The model in a folder that `--save` wrote. `changes` of its settings say how it runs, as PLAIN does.
+
+    UserError where the folder does not hold a whole model of this program.
+    """
+    facts, tensors = read_model(folder)
+    config = replace(config_of(facts, folder), **changes)
+    rows = config.ngram_rows if config.ngrams else 0
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = train_gpt.GPT(replace(config, ngram_rows=min(rows, 1)), device, Collectives(1))
+        if rows:
+            look_up = WrittenRows(tensors, model.ngrams.table)
+            # Of the long table the model needs only the length, by which n-grams are hashed.
+            empty = model.ngrams.table.new_empty(rows, config.head_dim, device="meta")
+            model.ngrams.table, plain = nn.Parameter(empty), model.ops.lookup
+
+            def lookup(table: Tensor, order, *more) -> Tensor:
+                return look_up(order.index) if table.is_meta else plain(table, order, *more)
+            model.ops = model.ops._replace(lookup=lookup)
+        mine = {name: x for name, x in model.state_dict().items() if not x.is_meta}
+        for name in mine.keys() ^ tensors.keys():
+            raise UserError(f"{folder}: {name} is {'missing' if name in mine else 'unknown'}; the model is "
+                            "not whole, or of another version of this program")
+        for name, x in mine.items():
+            if x.shape != tensors[name].shape:
+                raise UserError(f"{folder}: {name} is {tuple(tensors[name].shape)}, by its config.json "
+                                f"{tuple(x.shape)}; the files are of two models")
+            x.copy_(tensors[name])
+    schedule = train_gpt.Schedule(config)
+    step = schedule.validation(len(schedule))._replace(tied=False)
+    return Saved(model, step, facts)
+
+
+def config_of(facts: dict, folder: Path) -> train_gpt.Config:
+    """The settings that config.json holds. UserError for those that this program does not know."""
+    tables = {"layers": train_gpt.Layer, "stages": train_gpt.Stage}
+    try:
+        values = {name: tuple(tables[name](**as_tuples(row)) for row in x) if name in tables else x
+                  for name, x in facts["config"].items()}
+        return train_gpt.Config(**as_tuples(values))
+    except (KeyError, TypeError) as error:
+        known = [f.name for f in fields(train_gpt.Config)]
+        unknown = ", ".join(sorted(facts.get("config", {}).keys() - set(known))) or error
+        raise UserError(f"{folder}/config.json: settings that this program does not know ({unknown}); use "
+                        "the version of the program that saved it") from None
+
+
+def as_tuples(x: object) -> object:
+    """JSON's lists as the tuples that settings are."""
+    if isinstance(x, dict):
+        return {name: as_tuples(value) for name, value in x.items()}
+    return tuple(map(as_tuples, x)) if isinstance(x, (list, tuple)) else x
+
+
+def vocabulary_of(facts: dict, given: Path | None) -> Bytes | BytePairs:
+    """The vocabulary of a model with these `facts`: by its name, or `given` as a file of ranks.
+
+    UserError if it is neither, or of another size.
+    """
+    if given is None and facts["vocabulary"] is None:
+        raise UserError("the model's vocabulary has no name; give its file of ranks with --vocabulary")
+    vocabulary, size = load_vocabulary(given or facts["vocabulary"]), facts["config"]["vocab_size"]
+    if vocabulary.size != size:
+        raise UserError(f"--vocabulary {given}: {vocabulary.size:,} tokens, the model has {size:,}")
+    return vocabulary
+
+
+def logits(x: Tensor, head: Tensor) -> Tensor:
+    """The softcapped logits (n, padded vocabulary) float32 of what the head sees, x (n, width)."""
+    return CAP * torch.sigmoid((F.linear(x, head).float() + SHIFT) / WIDTH)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """"cpu", "cuda", "cuda:1", or with "auto" the first GPU if there is one."""
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+
+
+def latest_model() -> Path:
+    """The model of the newest run that saved one beside its log; UserError if there is none."""
+    runs = Path(os.environ.get("RUNS_PATH", train_gpt.ROOT / "records/runs"))
+    models = sorted(runs.glob("2*/model/config.json"), key=lambda path: path.stat().st_mtime)
+    if not models:
+        raise UserError(f"no run in {runs} has saved a model; ./run.sh --preset cpu trains one, and --save "
+                        "log saves one of any run")
+    return models[-1].parent
+
+
+def add_options(parser) -> None:
+    """The options that all commands here have."""
+    parser.add_argument("--vocabulary", type=Path, metavar="FILE", help="ranks, if the model's has no name")
+    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (default: a GPU if any)")
+
+
+@contextmanager
+def errors(program: str) -> Iterator[None]:
+    """Expected failures end the program with one line."""
+    with one_line_errors(program):
+        try:
+            yield
+        except UserError as error:
+            raise DataError(str(error)) from None

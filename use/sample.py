@@ -1,0 +1,109 @@
+"""Text from a trained model.
+
+    python -m use.sample --prompt "def main("              the newest model that a run saved beside its log
+    python -m use.sample FOLDER --prompt "The" --samples 3 a folder of --save
+    python -m use.sample FOLDER --temperature 0            always the likeliest token
+
+A sample ends where its document does, or after --tokens. The first one is written as it comes. The same seed
+gives the same text on the same kind of device.
+"""
+import argparse
+import codecs
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data.errors import positive
+from use.cache import Reader
+from use.model import PLAIN, Saved, add_options, choose_device, errors, latest_model, load, vocabulary_of
+
+
+def choose(logits: Tensor, temperature: float, top_k: int, top_p: float,
+           generator: torch.Generator) -> Tensor:
+    """A token (samples,) by each row of logits (samples, vocabulary) float32, on the CPU.
+
+    `temperature` 0 takes the likeliest. Otherwise only the `top_k` likeliest (0: all) and the fewest that
+    have a probability of `top_p` together can come.
+    """
+    if temperature == 0:
+        return logits.argmax(1)
+    sorted_logits, order = (logits / temperature).sort(1, descending=True)
+    probability = sorted_logits.softmax(1)
+    out = probability.cumsum(1) - probability >= top_p          # The likeliest one is never out.
+    if top_k:
+        out[:, top_k:] = True
+    out[:, 0] = False
+    chosen = torch.multinomial(probability.masked_fill(out, 0), 1, generator=generator)
+    return order.gather(1, chosen)[:, 0]
+
+
+def sample(saved: Saved, prompt: np.ndarray, tokens: int, samples: int, seed: int, temperature: float = 0.8,
+           top_k: int = 0, top_p: float = 1.0) -> Iterator[Tensor]:
+    """The next token (samples,) of each sample after `prompt` (n,), until all have ended.
+
+    A sample has ended with the start of a document, which it then repeats.
+    """
+    reader, generator = Reader(saved), torch.Generator().manual_seed(seed)
+    size, start = saved.model.config.vocab_size, saved.model.config.document_start
+    after = reader.read(torch.from_numpy(prompt.astype(np.int64))[None].to(saved.model.device))[:, -1:]
+    reader.spread(samples)
+    after, ended = after.expand(samples, 1, -1), torch.zeros(samples, dtype=torch.bool)
+    for left in reversed(range(tokens)):
+        chosen = choose(after[:, -1, :size].cpu(), temperature, top_k, top_p, generator)
+        ended |= chosen == start
+        yield chosen.masked_fill_(ended, start)
+        if ended.all() or not left:
+            return
+        after = reader.read(chosen[:, None].to(saved.model.device))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m use.sample", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("folder", nargs="?", type=Path, metavar="FOLDER", help="of --save (default: the newest run's)")
+    option("--prompt", default="", help="what the text begins with (default: nothing)")
+    option("--tokens", type=positive, default=256, metavar="N", help="at most (default: %(default)s)")
+    option("--samples", type=positive, default=1, metavar="N", help="default: %(default)s")
+    option("--temperature", type=float, default=0.8, help="default: %(default)s; 0: always the likeliest")
+    option("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: all)")
+    option("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest, P in all (default: 1)")
+    option("--seed", type=int, default=0, help="default: %(default)s")
+    add_options(parser)
+    options = parser.parse_args()
+    if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
+        parser.error("--temperature and --top-k are at least 0, --top-p is above 0 and at most 1")
+    return options
+
+
+def main() -> None:
+    options = parse_arguments()
+    with errors("python -m use.sample"):
+        folder = options.folder or latest_model()
+        # A document begins with its start token, which `encode` puts there.
+        room = 1 + len(options.prompt.encode()) + options.tokens
+        saved = load(folder, choose_device(options.device), **PLAIN, val_chunk=room)
+        vocabulary = vocabulary_of(saved.facts, options.vocabulary)
+        prompt = vocabulary.encode(options.prompt.encode(errors="replace"))
+        began, told = time.perf_counter(), []
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        print(options.prompt, end="", flush=True)
+        for token in sample(saved, prompt, options.tokens, options.samples, options.seed,
+                            options.temperature, options.top_k, options.top_p):
+            told.append(token)
+            print(decoder.decode(vocabulary.decode(token[:1].numpy())), end="", flush=True)
+        print(decoder.decode(b"", final=True))
+        for others in torch.stack(told)[:, 1:].unbind(1):
+            print(f"{'-' * 80}\n{options.prompt}{vocabulary.decode(others.numpy()).decode(errors='replace')}")
+        seconds, count = time.perf_counter() - began, len(told) * options.samples
+        print(f"{folder}: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} a second, on "
+              f"{saved.model.device}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

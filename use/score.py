@@ -1,0 +1,197 @@
+"""How well a trained model predicts: nats a token and bits a byte of any text, and multiple-choice questions.
+
+    python -m use.score FOLDER notes.md books/           of each: .txt, .md, .jsonl, .parquet, .gz, .zst
+    python -m use.score FOLDER --shards data/shards/mine the validation text of token shards, as in training
+    python -m use.score FOLDER --choices questions.jsonl or --hellaswag, which is the same
+
+FOLDER is one of `--save`. A file is one document, or has one in each line or row. The start token of a
+document is given and is not scored. Long documents are scored in pieces, as in validation.
+
+A question is a line of JSON with a context ("ctx", "query" or "question"), the texts that may follow it
+("endings" or "choices") and the place of the true one ("label", "gold" or "answer", from 0). Taken is the
+likeliest ending ("accuracy"), or the one likeliest for its length in characters ("normalised"), which is the
+usual rule for HellaSwag (Zellers et al., arXiv 1905.07830).
+"""
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from data.errors import DataError
+from data.loader import Batch, TextSettings, make_batch, scored_text, to_device
+from data.readers import Documents
+from data.vocabulary import BytePairs, Bytes
+from use.model import Saved, add_options, choose_device, errors, load, logits, vocabulary_of
+
+ROWS = 4096     # tokens whose logits are in memory at a time
+NAMES = ("ctx", "query", "question"), ("endings", "choices"), ("label", "gold", "answer")
+Sequence = tuple[np.ndarray, int, int]      # a document's tokens, where in them a sequence starts, its length
+
+
+def pieces(tokens: np.ndarray, longest: int) -> Iterator[Sequence]:
+    """A document's tokens (n,) as sequences whose targets are all of them but the first, each once."""
+    for start in range(0, len(tokens) - 1, longest):
+        yield tokens, start, min(longest, len(tokens) - 1 - start)
+
+
+def packed(saved: Saved, sequences: Iterable[Sequence]) -> Iterator[tuple[list[Sequence], Batch]]:
+    """Whole sequences in batches of `val_chunk` tokens, on the model's device."""
+    config, waiting = saved.model.config, []
+
+    def batch() -> tuple[list[Sequence], Batch]:
+        most = len(waiting) + math.ceil(config.val_chunk / config.val_sequence_length)
+        made = make_batch(waiting, config.val_chunk, most, config.val_sequence_length, config.document_start)
+        return waiting, to_device(made, saved.model.device)
+
+    for sequence in sequences:
+        if sum(length for *_, length in waiting) + sequence[2] > config.val_chunk:
+            yield batch()
+            waiting = []
+        waiting.append(sequence)
+    if waiting:
+        yield batch()
+
+
+@torch.no_grad()
+def score_documents(saved: Saved, documents: Iterable[np.ndarray]) -> tuple[float, int]:
+    """The loss of these documents' tokens (n,) together, in nats, and how many tokens were scored."""
+    longest, total, count = saved.model.config.val_sequence_length, 0.0, 0
+    sequences = (piece for tokens in documents for piece in pieces(tokens, longest))
+    for waiting, batch in packed(saved, sequences):
+        total += float(saved.model(batch, saved.step)[1])
+        count += sum(length for *_, length in waiting)
+    return total, count
+
+
+@torch.no_grad()
+def score_shards(saved: Saved, folder: Path, tokens: int) -> float:
+    """The loss, nats a token, of the first `tokens` of shards' validation text, as a run computes it."""
+    config = saved.model.config
+    settings = TextSettings(str(folder), config.vocab_size, config.padded_vocab, config.document_start, 1,
+                            True, 1, 0, 0)
+    text = scored_text("val", settings, tokens, config.val_chunk, config.val_sequence_length)
+    total = sum(saved.model(to_device(batch, saved.model.device), saved.step)[1].double()
+                for batch in text.batches)
+    return float(total) / text.tokens
+
+
+def token_losses(x: Tensor, head: Tensor, targets: Tensor, *_, **__) -> Tensor:
+    """In place of `Ops.head_loss`: the loss of each token (n,), in nats; 0 for a target of -1."""
+    return torch.cat([F.cross_entropy(logits(part, head), wanted.long(), ignore_index=-1, reduction="none")
+                      for part, wanted in zip(x.split(ROWS), targets.split(ROWS))])
+
+
+@torch.no_grad()
+def score_endings(saved: Saved, texts: Iterable[tuple[np.ndarray, int]]) -> Iterator[float]:
+    """For each text (tokens (n,), of which the last k are the ending) the loss of its ending, in nats."""
+    model, longest, ops = saved.model, saved.model.config.val_sequence_length, saved.model.ops
+    sequences, lengths = [], []
+    for tokens, ending in texts:
+        tokens = np.concatenate([tokens[:1], tokens[1:][-longest:]])    # A long context loses its beginning.
+        sequences.append((tokens, 0, len(tokens) - 1))
+        lengths.append(ending)
+    model.ops, lengths = ops._replace(head_loss=token_losses), iter(lengths)
+    try:
+        for waiting, batch in packed(saved, sequences):
+            losses, end = model(batch, saved.step).double().cpu(), 0
+            for *_, length in waiting:
+                end += length
+                yield float(losses[end - next(lengths):end].sum())
+    finally:
+        model.ops = ops
+
+
+def read_questions(path: Path) -> Iterator[tuple[str, list[str], int]]:
+    """Context, endings and the place of the true one of each line; DataError names a line that has none."""
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip():
+            try:
+                question = json.loads(line)
+                context, endings, label = [next(question[name] for name in names if name in question)
+                                           for names in NAMES]
+                if not (isinstance(context, str) and all(isinstance(x, str) for x in endings)
+                        and 0 <= int(label) < len(endings)):
+                    raise ValueError
+            except (ValueError, TypeError, StopIteration):
+                wanted = ", ".join(names[0] for names in NAMES)
+                raise DataError(f"{path}:{number}: no question with {wanted} (python -m use.score --help "
+                                "says what they are)") from None
+            yield context, endings, int(label)
+
+
+def score_questions(saved: Saved, questions: Iterable[tuple[str, list[str], int]],
+                    encode: Callable[[bytes], np.ndarray]) -> tuple[int, int, int]:
+    """How many questions there are, how many are right, and how many by the endings' loss a character."""
+    questions = list(questions)
+    texts = []
+    for context, endings, _ in questions:
+        for ending in endings:
+            begin, end = encode(context.rstrip().encode()), encode(f" {ending.strip()}".encode())[1:]
+            texts.append((np.concatenate([begin, end]), len(end)))
+    losses, right, normalised = score_endings(saved, texts), 0, 0
+    for _, endings, label in questions:
+        found = np.array([next(losses) for _ in endings])
+        right += int(found.argmin() == label)
+        normalised += int((found / [max(len(ending.strip()), 1) for ending in endings]).argmin() == label)
+    return len(questions), right, normalised
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m use.score", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("folder", type=Path, metavar="FOLDER", help="of --save")
+    option("files", nargs="*", metavar="FILE", help="text, or a folder of it")
+    option("--field", default="text", help="field or column with the text in .jsonl and .parquet")
+    option("--shards", type=Path, metavar="DIR", help="token shards, whose validation text is scored")
+    option("--tokens", type=int, metavar="N", help="of that text (default: as many as training scored)")
+    option("--choices", "--hellaswag", type=Path, action="append", default=[], metavar="FILE",
+           help="questions, one JSON object a line")
+    add_options(parser)
+    options = parser.parse_args()
+    if not (options.files or options.shards or options.choices):
+        parser.error("nothing to score: give a FILE, --shards or --choices")
+    return options
+
+
+def score_file(saved: Saved, vocabulary: Bytes | BytePairs, name: str, field: str) -> str:
+    """What is printed of a file."""
+    size, encoded, utf8 = 0, [], "any" if isinstance(vocabulary, Bytes) else "replace"
+    for document in Documents([name], field=field, utf8=utf8):
+        size += len(document)
+        encoded.append(vocabulary.encode(document))
+    if not size:
+        raise DataError(f"{name}: holds no text")
+    total, count = score_documents(saved, encoded)
+    return (f"{name}: {total / count:.4f} nats a token, {total / math.log(2) / size:.4f} bits a byte "
+            f"({count:,} tokens, {size:,} bytes)")
+
+
+def main() -> None:
+    options = parse_arguments()
+    with errors("python -m use.score"):
+        saved = load(options.folder, choose_device(options.device))
+        if options.shards:
+            tokens = options.tokens or saved.model.config.val_tokens
+            loss = score_shards(saved, options.shards, tokens)
+            print(f"{options.shards}: {loss!r} nats a token ({tokens:,} tokens)")
+        if options.files or options.choices:
+            vocabulary = vocabulary_of(saved.facts, options.vocabulary)
+        for name in options.files:
+            print(score_file(saved, vocabulary, name, options.field), flush=True)
+        for path in options.choices:
+            count, right, normalised = score_questions(saved, read_questions(path), vocabulary.encode)
+            if not count:
+                raise DataError(f"{path}: holds no questions")
+            print(f"{path}: accuracy {right / count:.4f}, normalised {normalised / count:.4f} "
+                  f"({count:,} questions)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
