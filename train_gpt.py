@@ -401,7 +401,8 @@ class GPT(nn.Module):
 
     `bank` holds all hidden matrices: first, for each layer, Q, K, V and O stacked, (2 heads qk_dim + 2 width,
     width); then, layer by layer, MLP-in and MLP-out, (4 width, width). A row is an output neuron of Q, K, V
-    or O, or a hidden unit. `collectives` tell how many ranks share the columns of the n-gram table.
+    or O, or a hidden unit. `collectives` tell how many ranks share the columns of the n-gram table. With
+    `like`, the operations are those of that device: so a GPU's memory can be counted on the meta device.
     """
 
     def __init__(self, config: Config, device: torch.device, collectives: Collectives,

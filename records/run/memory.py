@@ -236,7 +236,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
         shards = [shard for shard in optimizer.shards.values() if hasattr(shard, "weights")]
         snapshot = sum(x.nbytes for shard in shards for x in {shard.weights, shard.weight})
         by_row = [shard.state() for shard in optimizer.shards.values() if not hasattr(shard, "weights")]
-        table = sum(x.nbytes for state in by_row for x in state if len(x.shape) and len(x) == config.ngram_rows)
+        table = sum(x.nbytes for state in by_row for x in state if x.ndim and len(x) == config.ngram_rows)
     return {chunk: Need(table, made - table + counter.shared + inputs, counter.shared, snapshot, max(peaks),
                         peak) for chunk, peak in validation.items()}
 
