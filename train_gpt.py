@@ -245,6 +245,7 @@ class Config:
     capture: bool = True            # Each kind of step is one CUDA graph. A: at first 13 ms a step, not 37.
     overlap: bool = True            # Collectives run under computation. A: 12.7 ms a step, not 13.9.
     peer_copies: bool = True        # Collectives are copies between GPUs that see each other; false: by NCCL.
+    doctor: bool = False            # Look at the machine first (./run.sh doctor); the log gets the figures.
     check_ranks: int = 0            # Compare the ranks' weights, by hashes, every so many steps; 0: never.
     deterministic: bool = False     # The same bits in every run, also of attention's backward pass; slower.
     write_log: bool = True          # Write a run folder under `records/runs`.
@@ -1115,7 +1116,7 @@ def run(config: Config, world: World, started: float) -> Report:
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
-              memory=world.memory, **machine_facts(world.device, world.size),
+              **world.found, **machine_facts(world.device, world.size),
               config=settings.flat(config) | {"data_path": Path(config.data_path).name})
     if world.watchdog:
         world.watchdog.on_loss = lambda reason: log.write("stopped", step=log.steps, reason=reason)

@@ -42,7 +42,7 @@ def speedrun(tmp_path_factory) -> train_gpt.Config:
 
 
 def fake_world(**values) -> SimpleNamespace:
-    return SimpleNamespace(**dict(size=1, rank=0, device=GPU, least=lambda x: x, memory={}) | values)
+    return SimpleNamespace(**dict(size=1, rank=0, device=GPU, least=lambda x: x, found={}) | values)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def fit_into(fitting, monkeypatch):
         monkeypatch.setattr(fit, "room_of", lambda _: room)
         monkeypatch.setattr(fit, "Fitting", lambda *_: (setattr(fitting, "room", room), fitting)[1])
         world = fake_world()
-        return fit.fit(config or fitting.config, given, world, train_gpt.Trainer), world.memory
+        return fit.fit(config or fitting.config, given, world, train_gpt.Trainer), world.found["memory"]
     return run
 
 

@@ -41,7 +41,7 @@ class World:
             dist.init_process_group("nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None)
         self.watchdog = Watchdog(self.rank, self.size) if self.size > 1 else None
         self.collectives = Collectives(self.size)
-        self.memory: dict[str, int] = {}            # what records/run/fit.py finds, for the log
+        self.found: dict[str, dict] = {}            # by records/run/fit.py before a run, for its log
 
     def least(self, x: int) -> int:
         """The least x of all ranks."""

@@ -62,8 +62,14 @@ def fit(config, given: Collection[str], world, trainer: type):
     """`config` with such `micro_batches`, `ngram_rows` and `val_chunk` as fit each GPU of the `world`.
 
     Settings that were `given` stay as they are: UserError if they do not fit, with some that do. Prints what
-    it changes, and leaves what it found in `world.memory`, for the log. On a CPU it does nothing.
+    it changes, and leaves what it found in `world.found`, for the log: memory, and with `config.doctor` the
+    machine's figures. On a CPU nothing has to fit.
     """
+    if config.doctor:
+        from records.tools import doctor  # a program of its own, which few runs need
+        world.found["doctor"] = doctor.figures(world)
+        for finding in world.found["doctor"]["findings"] if world.rank == 0 else ():
+            print(f"doctor: {finding}")
     if world.device.type != "cuda":
         return config
     check_machine(config, world.size)
@@ -75,8 +81,8 @@ def fit(config, given: Collection[str], world, trainer: type):
         advice = f"use {' '.join(changes(config, advice))}" if advice else "none of its settings would"
         raise UserError(f"this takes {total / 1e9:.2f} GB of each GPU, where {room / 1e9:.2f} GB can be "
                         f"used; {advice}")
-    world.memory = {"room_bytes": room, "needed_bytes": total, "allocated_bytes": need.allocated,
-                    **need._asdict()}
+    world.found["memory"] = {"room_bytes": room, "needed_bytes": total, "allocated_bytes": need.allocated,
+                             **need._asdict()}
     if world.rank == 0 and choice != config:
         print(f"memory: {total / 1e9:.1f} of the {room / 1e9:.1f} GB of each GPU, with "
               + ", ".join(f"{flag} ({why})" for flag, why in changes(config, choice).items()))
