@@ -61,6 +61,7 @@ from records.run.checkpoint import Keeper, check_saving, find, restore
 from records.run.checks import check_config, check_machine
 from records.run.clock import Clock
 from records.run.explain import announcement, flops_per_token, rates, rates_text
+from records.run.fit import fit
 from records.run.log import LogError, RunLog
 from records.run.machine import device_name, ending_facts, machine_facts
 from records.run.progress import Diverged, Report, StepFacts, summarise
@@ -247,6 +248,7 @@ class Config:
     capture: bool = True            # Each kind of step is one CUDA graph. A: at first 13 ms a step, not 37.
     overlap: bool = True            # Collectives run under computation. A: 12.7 ms a step, not 13.9.
     peer_copies: bool = True        # Collectives are copies between GPUs that see each other; false: by NCCL.
+    doctor: bool = False            # Look at the machine first (./run.sh doctor); the log gets the figures.
     check_ranks: int = 0            # Compare the ranks' weights, by hashes, every so many steps; 0: never.
     deterministic: bool = False     # The same bits in every run, also of attention's backward pass; slower.
     write_log: bool = True          # Write a run folder under `records/runs`.
@@ -408,16 +410,18 @@ class GPT(nn.Module):
 
     `bank` holds all hidden matrices: first, for each layer, Q, K, V and O stacked, (2 heads qk_dim + 2 width,
     width); then, layer by layer, MLP-in and MLP-out, (4 width, width). A row is an output neuron of Q, K, V
-    or O, or a hidden unit. `collectives` tell how many ranks share the columns of the n-gram table.
+    or O, or a hidden unit. `collectives` tell how many ranks share the columns of the n-gram table. With
+    `like`, the operations are those of that device: so a GPU's memory can be counted on the meta device.
     """
 
-    def __init__(self, config: Config, device: torch.device, collectives: Collectives):
+    def __init__(self, config: Config, device: torch.device, collectives: Collectives,
+                 like: torch.device | None = None):
         super().__init__()
-        self.config, self.device = config, device
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.attention_backend, self.attention_note = attention.choose_attention(config.attention, device)
+        self.config, self.device, like = config, device, like or device
+        self.dtype = torch.bfloat16 if like.type == "cuda" else torch.float32
+        self.attention_backend, self.attention_note = attention.choose_attention(config.attention, like)
         self.attention = attention.ATTENTION[self.attention_backend]
-        self.ops, self.fp8 = choose_ops(config, device)
+        self.ops, self.fp8 = choose_ops(config, like)
         last, kept, self.sources = len(config.layers), 0, []    # sources: what attention reads
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
@@ -962,7 +966,7 @@ class Trainer:
     """Model, optimizer and data; the one step function, of warm-up and run; and the one validation."""
 
     def __init__(self, config: Config, world: World):
-        check_machine(config, world.size, world.memory)
+        check_machine(config, world.size)
         self.config, self.world = config, world
         world.choose_collectives(config.peer_copies)
         self.schedule = Schedule(config)
@@ -1033,6 +1037,7 @@ class Trainer:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self.program(step, inputs)
         self.graphs[step.kind] = graph, inputs
+        self.step(step, batches)                    # The first replay uploads the graph.
 
     @torch.no_grad()
     def validate(self, step: Step, text: ScoredText | None = None) -> float:
@@ -1050,11 +1055,11 @@ class Trainer:
         snapshot, kinds = self.optimizer.snapshot(), list(self.schedule.kinds().values())
         # Batches come as in the run, so that the costs of first use are off the clock: 0.4 s on four GPUs.
         rehearsal = self.loader.rehearsal([step.shape for step in kinds])
-        for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
-            self.step(step, batches)
-            if self.config.capture and self.world.device.type == "cuda":
-                self.capture(step, batches)
-                self.step(step, batches)            # The first replay uploads the graph.
+        # Graphs come last, because they keep their memory: another first step would need as much again.
+        capture = self.config.capture and self.world.device.type == "cuda"
+        for act in (self.step, *[self.capture] * capture):
+            for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
+                act(step, batches)
         with torch.no_grad():
             batch = to_device(self.validation.batches[0], self.world.device)
             for steps_done in self.validation_points():
@@ -1117,7 +1122,7 @@ def run(config: Config, world: World, started: float) -> Report:
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
-              **machine_facts(world.device, world.size), **(resumed.facts() if resumed else {}),
+              **world.found, **machine_facts(world.device, world.size), **(resumed.facts() if resumed else {}),
               config=settings.flat(config) | {"data_path": Path(config.data_path).name})
     if world.watchdog:
         world.watchdog.on_loss = lambda reason: log.write("stopped", step=log.steps, reason=reason)
@@ -1159,6 +1164,7 @@ def main(argv: list[str] | None = None) -> int:
             explain(config, options["timetable"] or config.micro_batches, options["timetable"] is not None)
             return 0
         world = World()
+        config = fit(config, options["given"], world, Trainer)
         for i in range(config.runs):
             run(replace(config, seed=config.seed + i), world, time.time() if i else PROCESS_START)
             gc.collect()            # Graphs hold memory until circles are collected.

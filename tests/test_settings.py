@@ -99,9 +99,9 @@ def test_options_that_are_no_settings():
     def options(*argv):
         return parse(list(argv), PRESETS, "small", "Made up.", {})[1]
 
-    assert options() == {"timetable": None, "explain": False}
-    assert options("--timetable", "--explain") == {"timetable": 0, "explain": True}
-    assert options("--timetable", "4")["timetable"] == 4
+    assert options() == {"timetable": None, "explain": False, "given": set()}
+    assert options("--timetable", "--explain") == {"timetable": 0, "explain": True, "given": set()}
+    assert options("--timetable", "4")["timetable"] == 4 and options("--steps", "3")["given"] == {"steps"}
 
 
 def test_help_names_every_setting(capsys):

@@ -1,5 +1,4 @@
 """The ranks of a run: one process for each GPU, started by torchrun, or several on a CPU."""
-import math
 import os
 
 import torch
@@ -42,12 +41,14 @@ class World:
             dist.init_process_group("nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None)
         self.watchdog = Watchdog(self.rank, self.size) if self.size > 1 else None
         self.collectives = Collectives(self.size)
+        self.found: dict[str, dict] = {}            # by records/run/fit.py before a run, for its log
 
-    @property
-    def memory(self) -> float:
-        """Bytes of the device; infinite for a CPU."""
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.get_device_properties(self.device).total_memory if on_gpu else math.inf
+    def least(self, x: int) -> int:
+        """The least x of all ranks."""
+        value = torch.tensor(x, device=self.device)
+        if self.size > 1:
+            dist.all_reduce(value, dist.ReduceOp.MIN)
+        return int(value)
 
     def choose_collectives(self, copies: bool) -> None:
         """Use the copy engines if that is wanted and possible."""

@@ -69,8 +69,8 @@ def check_model(config) -> None:
                             "`kept`")
 
 
-def check_machine(config, ranks: int, memory: float) -> None:
-    """Refuse what so many ranks, each on a device of so many bytes, cannot train."""
+def check_machine(config, ranks: int) -> None:
+    """Refuse what so many ranks cannot share."""
     width = config.head_dim if config.ngram_rows else 0         # of the n-gram table
     if config.micro_batches % ranks or width % ranks:
         divisors = [str(n) for n in range(1, config.micro_batches + 1)
@@ -81,9 +81,3 @@ def check_machine(config, ranks: int, memory: float) -> None:
     columns, block = width // ranks, config.ngram_block
     if block < 1 or columns % block or block & (block - 1):
         raise UserError(f"--ngram_block {block}: use a power of two that divides a rank's {columns} columns")
-    table = config.ngram_rows * ngrams.table_row_bytes(config.head_dim, config.ngram_block, ranks)
-    if table > 0.7 * memory:
-        fitting = int(0.6 * memory / table * config.ngram_rows) >> 20 << 20     # a whole number of 2^20 rows
-        raise UserError(f"--ngram_rows {config.ngram_rows}: with {ranks} GPUs that takes {table / 1e9:.0f} "
-                        f"of the {memory / 1e9:.0f} GB of each, and the rest needs room too; use {fitting} "
-                        "rows or more GPUs")

@@ -57,7 +57,9 @@ def change(config: Config, **values: object) -> Config:
 
 def parse(argv: list[str], presets: dict[str, Config], default: str, description: str,
           environment: Mapping[str, str]) -> tuple[Config, dict[str, object]]:
-    """The configuration of a command line, and the options that are not settings: `timetable` and `explain`.
+    """The configuration of a command line, and the options that are not settings.
+
+    They are `timetable`, `explain` and `given`, the names of the settings that were given.
 
     A preset (`default` where none is named), then `--name value` for any setting. Of the `environment`
     DATA_PATH stands in for `--data_path`, and DISABLE_FP8=1 means `--fp8 none`. UserError says what is wrong
@@ -94,7 +96,7 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
     if environment.get("DISABLE_FP8", "0") not in ("", "0"):
         values["fp8"] = ()
     return change(config, **values), {"timetable": None if ranks is None else int(ranks),
-                                      "explain": given.explain}
+                                      "explain": given.explain, "given": set(values)}
 
 
 def parse_values(texts: dict[str, str], config: Config) -> dict[str, object]:

@@ -1,0 +1,165 @@
+"""Settings that follow from the GPUs' memory, where the person has not given them.
+
+More micro-batches need less memory for each and take longer; they also pack other batches, so the loss is
+that of another seed. A shorter n-gram table ends at a higher loss. How many tokens a validation scores at a
+time changes nothing else.
+"""
+import os
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from decimal import Decimal, InvalidOperation
+
+import numpy as np
+import torch
+
+from data.packing import round_up
+from data.shards import open_shard, shards_in
+from kernels.ranks.collectives import can_copy
+from records.run.checks import check_machine
+from records.run.memory import Need, count
+from records.run.settings import UserError
+
+LIMIT = "GPU_MEMORY_LIMIT_GB"           # environment: use no more than this of each GPU, in 10^9 bytes
+# Bytes that torch's allocator does not see: CUDA's context is there already, but not all kernels, the graphs
+# and NCCL's buffers. Not measured.
+OUTSIDE = 1_500_000_000
+SHORTEST = 2 ** 20                      # rows of an n-gram table; a shorter one is hardly worth its time
+COSTS = {"micro_batches": "which packs other batches, and is slower",
+         "ngram_rows": "a shorter table, whose loss is higher", "val_chunk": "which changes no result"}
+
+
+class Fitting:
+    """Finds the first of the choices that fits, for ranks that each have `room` bytes on a GPU."""
+
+    def __init__(self, config, world, room: int, program):
+        self.config, self.world, self.room, self.program = config, world, room, program
+        self.copies = config.peer_copies and can_copy(world.device, world.size)
+        self.counted: dict[int, dict[int, Need]] = {}   # by micro-batches and val_chunk
+
+    def need(self, choice) -> Need:
+        """What `choice` holds; only its number of micro-batches takes a new count."""
+        config, ranks, micro_batches = self.config, self.world.size, choice.micro_batches
+        if micro_batches not in self.counted:
+            chunks = halvings(config.val_chunk, config.val_sequence_length)
+            self.counted[micro_batches] = count(
+                self.program, replace(config, micro_batches=micro_batches), ranks, self.world.device,
+                self.copies, candidates(choice), chunks)
+        need = self.counted[micro_batches][choice.val_chunk]
+        return need._replace(table=need.table * choice.ngram_rows // max(config.ngram_rows, 1))
+
+    def first(self, given: Collection[str]) -> tuple:
+        """The first choice that fits and its need; None and the least need if there is none."""
+        needs = []
+        for choice in choices(self.config, given, self.world.size):
+            needs.append(self.need(choice))
+            if needs[-1].total(self.config.capture) <= self.room:
+                return choice, needs[-1]
+        return None, min(needs, key=lambda need: need.total(self.config.capture))
+
+
+def fit(config, given: Collection[str], world, trainer: type):
+    """`config` with such `micro_batches`, `ngram_rows` and `val_chunk` as fit each GPU of the `world`.
+
+    Settings that were `given` stay as they are: UserError if they do not fit, with some that do. Prints what
+    it changes, and leaves what it found in `world.found`, for the log: memory, and with `config.doctor` the
+    machine's figures. On a CPU nothing has to fit.
+    """
+    if config.doctor:
+        from records.tools import doctor  # a program of its own, which few runs need
+        world.found["doctor"] = doctor.figures(world)
+        for finding in world.found["doctor"]["findings"] if world.rank == 0 else ():
+            print(f"doctor: {finding}")
+    if world.device.type != "cuda":
+        return config
+    check_machine(config, world.size)
+    fitting = Fitting(config, world, room_of(world), sys.modules[trainer.__module__])
+    choice, need = fitting.first(given)
+    total, room = need.total(config.capture), fitting.room
+    if choice is None:
+        advice, _ = fitting.first(())
+        advice = f"use {' '.join(changes(config, advice))}" if advice else "none of its settings would"
+        raise UserError(f"this takes {total / 1e9:.2f} GB of each GPU, where {room / 1e9:.2f} GB can be "
+                        f"used; {advice}")
+    world.found["memory"] = {"room_bytes": room, "needed_bytes": total, "allocated_bytes": need.allocated,
+                             **need._asdict()}
+    if world.rank == 0 and choice != config:
+        print(f"memory: {total / 1e9:.1f} of the {room / 1e9:.1f} GB of each GPU, with "
+              + ", ".join(f"{flag} ({why})" for flag, why in changes(config, choice).items()))
+    return choice
+
+
+def changes(config, choice) -> dict[str, str]:
+    """The flags that make `config` into `choice`, and what each of them costs."""
+    return {f"--{name} {getattr(choice, name)}": why for name, why in COSTS.items()
+            if getattr(choice, name) != getattr(config, name)}
+
+
+def choices(config, given: Collection[str], ranks: int) -> Iterator:
+    """Settings that need less and less: at first those of `config`, then with more and more halvings.
+
+    A halving is half as many tokens in a micro-batch or rows in the table; of as many halvings, those with
+    the longest table come first. The chunks of a validation are halved before that, since it costs nothing.
+    """
+    micro_batches, rows = [config.micro_batches], [config.ngram_rows]
+    while "micro_batches" not in given and can_split(config, 2 * micro_batches[-1]):
+        micro_batches.append(2 * micro_batches[-1])
+    if "ngram_rows" not in given and config.ngram_rows:
+        rows = halvings(config.ngram_rows, SHORTEST)
+    chunks = [config.val_chunk]
+    if "val_chunk" not in given:
+        chunks = halvings(config.val_chunk, config.val_sequence_length)
+    for halved in range(len(micro_batches) + len(rows) - 1):
+        for of_rows in range(len(rows)):
+            if 0 <= halved - of_rows < len(micro_batches):
+                for chunk in chunks:
+                    yield replace(config, micro_batches=micro_batches[halved - of_rows],
+                                  ngram_rows=rows[of_rows], val_chunk=chunk)
+
+
+def halvings(value: int, least: int) -> list[int]:
+    """value, value / 2, … down to `least`, and at least `value` itself."""
+    values = [value]
+    while values[-1] // 2 >= least:
+        values.append(values[-1] // 2)
+    return values
+
+
+def can_split(config, micro_batches: int) -> bool:
+    """Whether every stage's batch divides so, and its micro-batches still hold two long sequences."""
+    return all(stage.batch_tokens % (16 * micro_batches) == 0
+               and stage.batch_tokens // micro_batches >= 2 * stage.sequence_length
+               for stage in config.stages)
+
+
+def candidates(config) -> dict[int, int]:
+    """About how many candidates a micro-batch has, by tokens of its step, from the validation text's start.
+
+    The loader measures it over many steps. One micro-batch tells nearly as much, at once.
+    """
+    if not config.softmax_samples:
+        return {}
+    text = open_shard(shards_in(config.data_path, "val")[0], config.vocab_size)
+    found = {}
+    for tokens in {stage.batch_tokens for stage in config.stages}:
+        seen = len(np.unique(text[:tokens // config.micro_batches]))
+        wanted = round_up(int(1.1 * seen) + config.softmax_samples, 256)
+        found[tokens] = min(wanted, config.padded_vocab)
+    return found
+
+
+def room_of(world) -> int:
+    """Bytes that a run may use of each GPU: of the one with the least, and no more than the limit.
+
+    The limit is the environment's GPU_MEMORY_LIMIT_GB. torch's allocator keeps to it from now on.
+    """
+    free, total = torch.cuda.mem_get_info(world.device)
+    room = free - OUTSIDE
+    if text := os.environ.get(LIMIT):
+        try:
+            limit = int(Decimal(text) * 10 ** 9)
+        except (InvalidOperation, ValueError, OverflowError):
+            raise UserError(f"{LIMIT}={text}: expected a number of GB") from None
+        torch.cuda.set_per_process_memory_fraction(max(min(limit / total, 1.0), 0.0), world.device)
+        room = min(room, limit)
+    return world.least(room)

@@ -1,0 +1,242 @@
+"""What a run holds on each GPU, counted before it starts, and the settings that fit.
+
+The program itself is counted, not a formula. Model and optimizer are made on torch's meta device, where
+tensors have shapes and no memory, and take one step of each kind and one validation there, as they will on
+the GPU, kernels left out. A dispatch mode sees every tensor come and go. That takes a second or two and needs
+no free memory. Three things are stood in for: what torch.compile fuses, FlashAttention, and the other ranks.
+"""
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from operator import ge
+from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from data.loader import AHEAD, Batch
+from data.packing import round_up
+from kernels import attention
+from kernels.ranks.collectives import Collectives
+
+META = torch.device("meta")
+WORKSPACES = 8 * 2 ** 25                # of cuBLAS: 32 MiB for each stream that multiplies
+# Freed memory in pieces too small for what comes next, as a share of what a step needs. Not measured.
+LOST = 0.06
+MATMULS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten._scaled_mm)
+
+
+class Counter(TorchDispatchMode):
+    """Counts the bytes of meta tensors: those that live, and the most that lived at once since `restart`."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: dict[int, int] = {}         # by storage
+        self.live = self.peak = self.shared = 0
+        self.fused: set[int] | None = None      # storages that a compiled function has made so far
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._scaled_mm.out:       # It has no form for the meta device.
+            return kwargs["out"]
+        made = function(*args, **kwargs)
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor) and x.device == META:
+                self.see(x, kept=function.overloadpacket in MATMULS)
+        return made
+
+    def see(self, x: Tensor, kept: bool) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self.sizes:
+            return
+        self.sizes[key] = round_up(storage.nbytes(), 512)   # as torch's allocator does
+        self.live += self.sizes[key]
+        weakref.finalize(storage, self.forget, key)
+        if self.fused is None:
+            self.peak = max(self.peak, self.live)
+        elif not kept:
+            self.fused.add(key)
+
+    def forget(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
+        if self.fused is not None:
+            self.fused.discard(key)             # The next storage may get the same number.
+
+    def restart(self) -> int:
+        """Forget the peak; returns the bytes that live now."""
+        self.peak = self.live
+        return self.live
+
+    def share(self, x: Tensor) -> Tensor:
+        """x lies in memory that ranks share, which torch's allocator does not count."""
+        key = x.untyped_storage()._cdata
+        self.shared, self.live = self.shared + self.sizes[key], self.live - self.sizes[key]
+        self.sizes[key] = 0
+        return x
+
+    def compiled(self, function: Callable) -> Callable:
+        """`function` as torch.compile would run it: what is between its inputs and outputs has no memory.
+
+        For the backward pass it keeps inputs, outputs and results of matmuls, and computes the rest again.
+        """
+        def pack(x: Tensor):
+            made_here = self.fused is not None and x.untyped_storage()._cdata in self.fused
+            return (x.shape, x.stride(), x.dtype) if made_here else x
+
+        def unpack(kept) -> Tensor:
+            shape, stride, dtype = (None,) * 3 if isinstance(kept, Tensor) else kept
+            return kept if shape is None else torch.empty_strided(shape, stride, dtype=dtype, device=META)
+
+        def run(*args, **kwargs):
+            self.fused = set()
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                made = function(*args, **kwargs)
+            self.fused = None
+            self.peak = max(self.peak, self.live)
+            return made
+        return run
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Inside, kernels do nothing, torch.compile is `compiled`, and meta tensors are counted."""
+        import triton
+        launch = mock.patch.object(triton.runtime.jit.KernelInterface, "__getitem__",
+                                   lambda kernel, grid: lambda *args, **kwargs: None)
+        flash = mock.patch.dict(attention.ATTENTION, {name: flash_memory for name in ("flash4", "varlen")})
+        with launch, flash, mock.patch("torch.compile", self.compiled), self:
+            yield
+
+
+class FlashMemory(torch.autograd.Function):
+    """What fused attention allocates: the output and a number a query, later a float32 gradient of q."""
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out, sums = torch.empty_like(v), q.new_empty(q.shape[:2], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx, out_grad: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, sums = ctx.saved_tensors
+        made = [torch.empty_like(x) for x in (q, k, v, sums, sums)]     # and all live at once
+        made.append(torch.empty_like(v, dtype=torch.float32))
+        return tuple(made[:3])
+
+
+def flash_memory(q: Tensor, k: Tensor, v: Tensor, *_) -> Tensor:
+    return FlashMemory.apply(q, k, v)
+
+
+class OtherRanks(Collectives):
+    """Collectives on the meta device: what they allocate. `copies`: as `PeerCopies` does."""
+
+    def __init__(self, size: int, counter: Counter, copies: bool):
+        super().__init__(size)
+        self.counter, self.copies, self.staging = counter, copies, {}
+
+    def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        x = torch.zeros(*shape, dtype=dtype, device=device)
+        return self.counter.share(x) if self.copies else x
+
+    def add_up(self, out: Tensor) -> None:
+        if self.copies:
+            torch.empty(self.size, *out.shape, dtype=out.dtype, device=META)
+
+    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> None:
+        self.add_up(shard)
+
+    def all_gather(self, whole: Tensor, shard: Tensor) -> None:
+        pass
+
+    def all_gathered(self, x: Tensor) -> Tensor:
+        return x.new_empty(self.size * len(x), *x.shape[1:]) if self.size > 1 else x
+
+    def all_reduce(self, x: Tensor) -> None:
+        self.add_up(x)
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> None:
+        kind = sent.numel(), sent.dtype
+        if self.copies and kind not in self.staging:
+            self.staging[kind] = self.zeros(sent.numel(), dtype=sent.dtype, device=META)
+
+
+class Need(NamedTuple):
+    """Bytes of one GPU."""
+    table: int          # the n-gram table with its optimizer's state
+    held: int           # all other weights, gradients and state, rotary tables, batches
+    shared: int         # of these, what the ranks share, which torch's allocator does not see
+    snapshot: int       # the copy of the first weights that warm-up puts back
+    step: int           # the most that a step holds beside that
+    validation: int     # the most that the forward pass of a validation holds
+
+    @property
+    def allocated(self) -> int:
+        """The peak that torch will report, the one that a log's summary has."""
+        return self.table + self.held - self.shared + self.snapshot + max(self.step, self.validation)
+
+    def total(self, graphs: bool) -> int:
+        """What has to be free. The memory of CUDA `graphs` stays theirs while a validation runs."""
+        step, validation = int((1 + LOST) * self.step), int((1 + LOST) * self.validation)
+        first = self.snapshot + max(step, validation)
+        return self.table + self.held + (max(first, step + validation) if graphs else first) + WORKSPACES
+
+
+def heaviest(steps: Iterable) -> list:
+    """The steps that no other one is sure to need as much memory as."""
+    sizes = {(step.batch_tokens, not step.sampled, len(step.multi_token), step.update_adam): step
+             for step in steps}
+    return [step for size, step in sizes.items()
+            if not any(other != size and all(map(ge, other, size)) for other in sizes)]
+
+
+def empty_batch(tokens: int, candidates: int, longest: int) -> Batch:
+    """A batch on the meta device, with room for short sequences."""
+    sizes = tokens, tokens, tokens // 16, candidates
+    return Batch(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes), longest)
+
+
+def count(program: ModuleType, config, ranks: int, device: torch.device, copies: bool,
+          candidates: dict[int, int], chunks: Iterable[int]) -> dict[int, Need]:
+    """What each of `ranks` GPUs like `device` will hold, by the `val_chunk` of `chunks`. Allocates nothing.
+
+    `program` is train_gpt.py as a module; `copies`: ranks exchange by copies; `candidates`: of a
+    micro-batch's sampled softmax, by the tokens of its step.
+    """
+    counter, peaks, schedule = Counter(), [], program.Schedule(config)
+    on_each, kinds = config.micro_batches // ranks, schedule.kinds().values()
+    with counter.counting():
+        others = OtherRanks(ranks, counter, copies)
+        world = SimpleNamespace(size=ranks, rank=0, device=META, collectives=others)
+        model = program.GPT(config, META, others, like=device)
+        optimizer = program.Optimizer(model, config, world)
+        trainer = object.__new__(program.Trainer)       # without data
+        vars(trainer).update(config=config, world=world, model=model, optimizer=optimizer,
+                             loss=torch.zeros((), device=META))
+        made = counter.live
+        for step in heaviest(kinds):
+            sampled = candidates[step.batch_tokens] if step.sampled else 0
+            batch = empty_batch(step.batch_tokens // config.micro_batches, sampled, step.sequence_length)
+            before = counter.restart()
+            trainer.program(step, [batch] * min(on_each, 2))
+            peaks.append(counter.peak - before)
+        # A graph of each kind of step has inputs of its own, and batches are on their way twice.
+        inputs = on_each * sum(x.nbytes for x in batch[:-1]) * (len(kinds) + 2 * (AHEAD + 2))
+        validation = {}
+        for chunk in chunks:
+            batch = empty_batch(chunk, 0, config.val_sequence_length)
+            before = counter.restart()
+            with torch.no_grad():
+                model(batch, schedule.validation(len(schedule)))
+            validation[chunk] = counter.peak - before
+        shards = [shard for shard in optimizer.shards.values() if hasattr(shard, "weights")]
+        snapshot = sum(x.nbytes for shard in shards for x in {shard.weights, shard.weight})
+        by_row = [shard.state() for shard in optimizer.shards.values() if not hasattr(shard, "weights")]
+        table = sum(x.nbytes for state in by_row for x in state if x.ndim and len(x) == config.ngram_rows)
+    return {chunk: Need(table, made - table + counter.shared + inputs, counter.shared, snapshot, max(peaks),
+                        peak) for chunk, peak in validation.items()}
+

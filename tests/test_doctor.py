@@ -1,0 +1,96 @@
+"""The page about a machine: what it says of one in order, and of machines that were made slow."""
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, environment
+
+import train_gpt
+from records.run.fit import fit
+from records.tools import doctor
+
+CPU = SimpleNamespace(device=torch.device("cpu"), size=1, rank=0, barrier=lambda: None)
+
+
+def verdicts(lines) -> dict[str, str]:
+    """The verdict of each line by what it is about."""
+    return {line.text.split(":")[0]: line.verdict for line in lines}
+
+
+def burn() -> None:
+    while True:
+        pass
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """One repetition of each measurement, and no start of a whole program."""
+    monkeypatch.setattr(doctor, "timed", lambda device, work, seconds=0: (work(), 1e-3)[1])
+    monkeypatch.setattr(doctor, "ON_THE_FIRST", (doctor.versions, doctor.disk))
+
+
+def test_two_ranks_look_at_a_machine(shards):
+    """The whole program; a CPU has what each rank multiplies and what they exchange."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run([*launch, "-m", "records.tools.doctor"], cwd=ROOT, timeout=120, text=True,
+                            env=environment(DATA_PATH=str(shards)), capture_output=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    first, *lines, last = result.stdout.splitlines()
+    assert first.startswith("2 x ") and last == "in order" or last.endswith("slow, 0 broken")
+    assert {line.split()[0] for line in lines} <= {"ok", "slow"}
+    for part in ("torch: ", "host cores: ", "shards, reading: ", "a start: ", "/dev/shm: ", "disk, writing: ",
+                 "0: matmul: ", "1: matmul: ", "0: sums and gathers of 2 ranks by gloo: "):
+        assert part in result.stdout
+
+
+def test_a_runs_log_gets_the_figures(config, quick, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10 ** 8))
+    world = train_gpt.World()
+    fit(train_gpt.settings.change(config, doctor=True), (), world, train_gpt.Trainer)
+    found = world.found["doctor"]
+    assert found["figures"]["disk_free_gb"] == 0.1 and found["figures"]["matmul, TFLOP/s"] > 0
+    [finding] = [finding for finding in found["findings"] if finding.startswith("broken")]
+    assert "0.1 GB free; logs need some; make room" in finding
+    assert f"doctor: {finding}" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs to choose its core")
+def test_one_core_that_a_neighbour_uses(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    neighbours = [multiprocessing.Process(target=burn, daemon=True) for _ in range(2)]
+    try:
+        for neighbour in neighbours:
+            neighbour.start()                   # on the same core
+        time.sleep(0.1)
+        found = verdicts(doctor.host(CPU))
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
+        os.sched_setaffinity(0, cores)
+    assert found["host cores"] == "slow" and found["a core's share for us"] == "slow"
+
+
+def test_rates_and_what_could_not_be_tried(monkeypatch):
+    assert doctor.rated("x", 75, 100, "GB/s", "do this") == doctor.Line(
+        "slow", "x: 75 GB/s, 25% less than the 100 of a machine in order; do this", {"x, GB/s": 75})
+    assert doctor.rated("x", 75, None, "GB/s", "")[:2] == ("ok", "x: 75 GB/s")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: (_ for _ in ()).throw(OSError("gone")))
+    monkeypatch.setattr(doctor, "working_folder", lambda: ROOT)
+    assert doctor.found(doctor.disk, CPU) == [doctor.Line("broken", "disk could not be tried: gone")]
+
+
+def test_a_gpu_that_is_hidden_or_has_the_wrong_torch(monkeypatch):
+    monkeypatch.setattr(doctor, "output_of", lambda *_: "GPU 0: a card")
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    for hidden, advice in (("", "CUDA_VISIBLE_DEVICES hides it"), ("0", "install torch's CUDA build")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        old, unseen = doctor.versions(CPU)
+        assert (old.verdict, unseen.verdict) == ("broken", "broken") and advice in unseen.text

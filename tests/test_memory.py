@@ -1,0 +1,156 @@
+"""What a run is counted to hold, against a measured run; and the settings that follow from a GPU's memory."""
+import gzip
+import json
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from torch import nn
+
+import train_gpt
+from data.shards import write_shard
+from records.run import fit, memory
+from records.run.settings import UserError
+
+pytest.importorskip("triton")
+GPU = torch.device("cuda", 0)
+RECORD = ROOT / "records/2026-11-22_two-h200-long-table/runs/20261122-175825-two-h200-long.jsonl.gz"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper():
+    """The program asks what device it is for, and is told of one, also where there is none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        for name in ("flash_attn", "flash_attn.cute"):
+            patch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules["flash_attn"].cute = sys.modules["flash_attn.cute"]
+        yield
+
+
+@pytest.fixture(scope="module")
+def speedrun(tmp_path_factory) -> train_gpt.Config:
+    """The preset, with a validation text that has as many different tokens as English has."""
+    folder = tmp_path_factory.mktemp("text")
+    tokens = np.random.default_rng(0).zipf(1.3, 60_000) % 50_257
+    write_shard(folder / "val_000000.bin", tokens)
+    return replace(train_gpt.SPEEDRUN, data_path=str(folder))
+
+
+def fake_world(**values) -> SimpleNamespace:
+    return SimpleNamespace(**dict(size=1, rank=0, device=GPU, least=lambda x: x, found={}) | values)
+
+
+@pytest.fixture(scope="module")
+def fitting(speedrun) -> fit.Fitting:
+    return fit.Fitting(speedrun, fake_world(), 0, train_gpt)
+
+
+@pytest.fixture
+def fit_into(fitting, monkeypatch):
+    """`fit` of the preset into so many bytes; everything is counted once for all tests."""
+    def run(room: int, *given: str, config=None):
+        monkeypatch.setattr(fit, "room_of", lambda _: room)
+        monkeypatch.setattr(fit, "Fitting", lambda *_: (setattr(fitting, "room", room), fitting)[1])
+        world = fake_world()
+        return fit.fit(config or fitting.config, given, world, train_gpt.Trainer), world.found["memory"]
+    return run
+
+
+def test_the_count_of_a_measured_run():
+    """Two H200s reported a peak of 96.65 GiB each."""
+    header, *_, summary = (json.loads(line) for line in gzip.open(RECORD, "rt"))
+    config = train_gpt.parse_config(["--preset", "corpus", "--data_path", "x", "--ngram_rows", "536870912"])
+    same = "micro_batches", "val_chunk", "width"
+    assert [header["config"][name] for name in same] == [getattr(config, name) for name in same]
+    need = memory.count(train_gpt, config, 2, GPU, True, {65_536: 12_288, 131_072: 14_336, 196_608: 16_384},
+                        [config.val_chunk])[config.val_chunk]
+    assert need.allocated == pytest.approx(summary["peak_memory_bytes"], rel=0.02)
+
+
+def test_smaller_gpus_get_smaller_settings(fit_into, fitting, capsys):
+    given_up = []
+    for room in (140e9, 78e9, 46e9, 38e9, 22e9, 15e9):
+        choice, found = fit_into(int(room))
+        assert found["allocated_bytes"] < found["needed_bytes"] <= room == found["room_bytes"]
+        given_up.append(choice.micro_batches / choice.ngram_rows)
+        said = capsys.readouterr().out
+        assert (said == "") == (choice == fitting.config) and said.count("\n") <= 1
+        for name in ("micro_batches", "ngram_rows", "val_chunk"):
+            value = getattr(choice, name)
+            assert (f"--{name} {value} (" in said) == (value != getattr(fitting.config, name))
+    assert given_up == sorted(given_up) and given_up[0] < given_up[-1]
+
+
+def test_one_byte_less_than_needed_is_refused(fit_into, fitting):
+    given = "micro_batches", "ngram_rows", "val_chunk"
+    choice, found = fit_into(int(140e9), *given)
+    needed = found["needed_bytes"]
+    assert choice == fitting.config == fit_into(needed, *given)[0]
+    with pytest.raises(UserError, match=rf"takes {needed / 1e9:.2f} GB of each GPU.*; use --") as error:
+        fit_into(needed - 1, *given)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="none of its settings would"):
+        fit_into(int(4e9))
+
+
+def test_given_settings_stay(fit_into, fitting):
+    choice, _ = fit_into(int(46e9), "micro_batches", "val_chunk")
+    kept = fitting.config
+    assert (choice.micro_batches, choice.val_chunk) == (kept.micro_batches, kept.val_chunk)
+    assert choice.ngram_rows < fitting.config.ngram_rows
+
+
+def test_a_limit_from_the_environment(monkeypatch):
+    fractions = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(100e9), int(141e9)))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda x, _: fractions.append(x))
+    monkeypatch.delenv(fit.LIMIT, raising=False)
+    assert fit.room_of(fake_world()) == int(100e9) - fit.OUTSIDE
+    for text, room in (("23.999999999", 23_999_999_999), ("140", int(100e9) - fit.OUTSIDE)):
+        monkeypatch.setenv(fit.LIMIT, text)
+        assert fit.room_of(fake_world()) == room
+    assert fractions == [23_999_999_999 / 141e9, 140 / 141]
+    monkeypatch.setenv(fit.LIMIT, "lots")
+    with pytest.raises(UserError, match="GPU_MEMORY_LIMIT_GB=lots: expected a number"):
+        fit.room_of(fake_world())
+
+
+def test_counted_bytes():
+    """What a compiled function makes on its way counts for nothing, unless a matmul made it."""
+    counter, mib = memory.Counter(), 2 ** 20
+    with counter:
+        x = torch.empty(512, 512, device="meta", requires_grad=True)            # 1 MiB
+        a, b = x * 2, x + 1
+        assert (counter.live, counter.peak) == (3 * mib, 3 * mib)
+        del a, b
+        assert counter.restart() == mib
+        y = (x.sin().cos().exp() + 1).sum()     # The backward pass needs the sine and the exponential.
+        assert (counter.live, counter.peak) == (3 * mib + 512, 4 * mib + 512)
+        del y
+        counter.restart()
+        y = counter.compiled(lambda x: (x.sin().cos().exp() @ x).sin())(x)
+        assert counter.live == counter.peak == 3 * mib                          # the product, and the result
+        y.backward(torch.empty_like(y))
+        assert x.grad is not None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_counted_against_the_allocator():
+    """A stack of layers in plain PyTorch: the same peak by counting and by torch's allocator."""
+    def peak(device: str, read) -> int:
+        layers = nn.Sequential(*(nn.Linear(1024, 1024, device=device) for _ in range(8)))
+        layers(torch.empty(4096, 1024, device=device)).sum().backward()
+        return read()
+
+    counter = memory.Counter()
+    with counter:
+        counted = peak("meta", lambda: counter.peak)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    measured = peak("cuda", torch.cuda.max_memory_allocated) - before
+    assert counted == pytest.approx(measured, rel=0.1)
