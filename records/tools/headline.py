@@ -76,7 +76,7 @@ def draw(theme: str) -> Path:
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
-    path.write_text(rounded(path.read_text()))
+    path.write_text(rounded(path.read_text("utf-8")), "utf-8")
     return path
 
 
