@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from data import embedded
 from data.classes import gpt2_classes
+from data.errors import system_error
 from data.loader import (
     Batch,
     Loader,
@@ -1122,7 +1123,8 @@ def run(config: Config, world: World, started: float) -> Report:
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
-              **world.found, **machine_facts(world.device, world.size), **(resumed.facts() if resumed else {}),
+              **world.found, **machine_facts(world.device, world.size),
+              **(resumed.facts() if resumed else {}),
               config=settings.flat(config) | {"data_path": Path(config.data_path).name})
     if world.watchdog:
         world.watchdog.on_loss = lambda reason: log.write("stopped", step=log.steps, reason=reason)
@@ -1157,6 +1159,7 @@ def explain(config: Config, ranks: int, timetables: bool) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run from a command line; returns the exit status. Expected failures end in one line, from rank 0."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)       # torchrun passes Ctrl-C on as this.
+    sys.stdout.reconfigure(line_buffering=True)     # A full disk then shows here, and not at the end.
     rank = int(os.environ.get("RANK", 0))
     try:
         config, options = parse(sys.argv[1:] if argv is None else argv)
@@ -1172,6 +1175,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError) as error:
         message, status = str(error).splitlines()[0], 2
+    except OSError as error:
+        message, status = system_error(error)
     except KeyboardInterrupt as error:
         message, status = str(error) or "interrupted; the log so far is complete", 130
     if rank:    # The launcher ends all ranks when one fails. If rank 0 fails too, it says why.

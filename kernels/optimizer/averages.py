@@ -29,6 +29,11 @@ class Averages:
         self.start = total - min(last, total) if last else total
         self.state = [torch.zeros_like(w.weight, dtype=torch.float32) for w in weights] if last else []
 
+    def of(self, weight: Tensor) -> Tensor | None:
+        """The average of this weight, if it has one."""
+        pairs = zip(self.weights, self.state)
+        return next((average for averaged, average in pairs if averaged.weight is weight), None)
+
     @torch.no_grad()
     def after(self, index: int) -> None:
         """The step `index` has updated the weights: average them; after the last step, mix."""

@@ -7,7 +7,7 @@
 Tensors are cut by parameter and not by rank, so that other ranks find their parts:
 
     GROUP/i/weight@a                    numbers a, a + 1, … of parameter i of a group of the optimizer, flat;
-                                        also mantissa_bits, momentum, second
+                                        also mantissa_bits, momentum, second, average
     GROUP/i/grads of rank r@0           between two steps of one Adam update: what rank r has summed so far
     GROUP/steps                         how many updates there were
     TABLE/rows of rank r/k              of the n-gram table, rows that have been updated: numbers, and in
@@ -87,10 +87,10 @@ def own_parts(shard, rank: int, ranks: int) -> Iterator[tuple[int, int, slice]]:
         number += len(params)
 
 
-def buffers(shard) -> dict[str, Tensor]:
+def buffers(shard, averages) -> dict[str, Tensor]:
     """What a rank alone holds of a group, by name; all but gradients."""
     found = {"weight": shard.weight, "mantissa_bits": shard.mantissa_bits, "momentum": shard.momentum,
-             "second": shard.second}
+             "second": shard.second, "average": averages.of(shard.weight)}
     return {name: x for name, x in found.items() if x is not None}
 
 
@@ -115,7 +115,7 @@ def copy_state(trainer, steps_done: int) -> Copy:
         replicated = shard.group.replicated
         if world.rank == 0 or not replicated:
             parts = list(own_parts(shard, 0 if replicated else world.rank, 1 if replicated else world.size))
-            for field, x in buffers(shard).items():
+            for field, x in buffers(shard, optimizer.averages).items():
                 x = x.clone()
                 tensors |= {f"{name}/{i}/{field}@{first}": x[own].flatten() for i, first, own in parts}
         if world.rank == 0:
@@ -352,7 +352,7 @@ def restore(trainer, found: Found) -> int:
         shard.steps.copy_(pieces.tensor(f"{name}/steps"))
         own = (0, 1) if shard.group.replicated else (world.rank, world.size)
         for i, first, place in own_parts(shard, *own):
-            for field, x in buffers(shard).items():
+            for field, x in buffers(shard, optimizer.averages).items():
                 x[place].copy_(pieces.numbers(f"{name}/{i}/{field}", first, x[place]))
         for i, p in enumerate(shard.group.params):
             p.copy_(pieces.numbers(f"{name}/{i}/weight", 0, p))

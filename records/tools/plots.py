@@ -18,6 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FormatStrFormatter, MaxNLocator
 from scipy import stats
 
+from data.errors import printable
+from data.shards import whole_file
 from records.tools.schedule import panels
 from records.tools.schema import RecordError, Run
 from records.tools.stats import SIGNIFICANCE, describe
@@ -41,11 +43,13 @@ STYLE = {
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
     # Text stays text, and the same runs give the same file.
     "svg.fonttype": "none", "svg.hashsalt": "records",
+    "text.parse_math": False,  # A name with a "$" is a name.
 }
 
 
 def figures(groups: Groups) -> dict[str, Figure]:
     """File name -> figure, all that the groups' logs have data for."""
+    groups = {printable(name): runs for name, runs in groups.items()}
     with plt.rc_context(STYLE):
         drawn = {"loss-time": loss_figure(groups, "time"), "loss-tokens": loss_figure(groups, "tokens"),
                  "final-loss": final_loss_figure(groups), "step-time": step_time_figure(groups),
@@ -247,7 +251,7 @@ def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots()
-        for index, (name, points) in enumerate(series.items()):
+        for index, (name, points) in enumerate((printable(name), points) for name, points in series.items()):
             style = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
             shown = sorted(point for point in points if point[2])
             if shown:
@@ -277,8 +281,8 @@ def save(drawn: dict[str, Figure], folder: Path) -> list[Path]:
     for name, figure in drawn.items():
         for path, options in ((folder / f"{name}.png", {}),
                               (folder / f"{name}.svg", {"metadata": {"Date": None}})):
-            with plt.rc_context(STYLE):
-                figure.savefig(path, bbox_inches="tight", **options)
+            with plt.rc_context(STYLE), whole_file(path) as file:
+                figure.savefig(file, format=path.suffix[1:], bbox_inches="tight", **options)
             files.append(path)
         plt.close(figure)
     return files
