@@ -39,6 +39,8 @@ MARKED = [command for command, comment in commands_of("CONTRIBUTING.md").items()
 ELSEWHERE = {
     "./run.sh": "test_run.py::test_the_preset_for_a_laptop",
     "./run.sh test": "this is it: CI runs it",
+    "./run.sh sample": "test_use.py: it wants the model that ./run.sh has trained",
+    "./run.sh doctor": "test_doctor.py and test_run_sh.py: it takes half a minute",
     "python -m data.text books/ --out data/shards/books-gpt2": "GPT-2's vocabulary comes from the network",
     "DATA_PATH=data/shards/books-gpt2 ./run.sh --preset corpus": "with the shards of the line above",
 }
@@ -57,7 +59,7 @@ GPUS = ("torchrun --standalone --nproc_per_node=8", "srun ", "torchrun --nnodes"
 
 def test_the_readme_has_the_two_commands():
     assert set(ELSEWHERE) <= set(COMMANDS) and len(COMMANDS) > 12
-    assert set(GUIDE_ELSEWHERE) <= set(GUIDE) and len(MARKED) == 5
+    assert set(GUIDE_ELSEWHERE) <= set(GUIDE) and len(MARKED) == 6
     for where in (ELSEWHERE | GUIDE_ELSEWHERE).values():
         if "::" in where:
             file, name = where.split(";")[0].split("::")
