@@ -17,8 +17,8 @@ import train_gpt
 from data.loader import make_batch
 from data.vocabulary import Bytes
 from records.run import settings, weights
+from use import export, score
 from use import model as use_model
-from use import score
 from use.cache import Reader
 from use.model import PLAIN
 from use.sample import choose, sample
@@ -237,3 +237,51 @@ def test_score_as_a_command(trained, tmp_path, monkeypatch, capsys):
                         ((trained[0], "x.txt"), "x.txt: no such file")):
         said, errors = run(*words)
         assert not said and len(errors.splitlines()) == 1 and part in errors
+
+
+def as_exported(folder, out, *words: str, capsys, monkeypatch) -> str:
+    monkeypatch.setattr(sys, "argv", ["export", str(folder), "--out", str(out), *words])
+    export.main()
+    return capsys.readouterr().out
+
+
+def test_transformers_computes_the_same(trained, tmp_path, capsys, monkeypatch):
+    """Logits at every position of a batch of documents, one of which begins behind another; generation."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    saved, out = use_model.load(trained[0], CPU, **PLAIN), tmp_path / "out"
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():           # After so few steps most parts hardly change a logit.
+        for p in saved.model.parameters():
+            if not p.is_meta:
+                p.add_(torch.randn(p.shape, generator=generator) * 0.2)
+    assert "it has the" in export.export(saved, out, True, None, 0)
+    from transformers import AutoModelForCausalLM
+    theirs = AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)
+    text = torch.randint(97, 123, (2, 110), generator=generator)
+    text[:, 0] = text[1, 70] = 256
+    with torch.no_grad():
+        found = theirs(text, labels=text)
+    wanted = torch.stack([all_logits(saved, row) for row in text])
+    torch.testing.assert_close(found.logits, wanted[..., :257], atol=1e-4, rtol=1e-4)
+    expected = torch.nn.functional.cross_entropy(wanted[:, :-1].flatten(0, 1), text[:, 1:].flatten())
+    assert float(found.loss) == pytest.approx(float(expected), rel=1e-4)
+    written = theirs.generate(text[:1, :20], max_new_tokens=4, do_sample=False)
+    reader = Reader(saved)
+    after = reader.read(text[:1, :20])
+    for token in written[0, 20:]:
+        assert token == after[0, -1, :257].argmax()
+        after = reader.read(token[None, None])
+
+
+def test_a_long_table_is_left_out_at_a_price_that_is_measured(trained, shards, tmp_path, capsys, monkeypatch):
+    said = as_exported(trained[0], tmp_path / "out", "--most", "0", "--shards", str(shards), capsys=capsys,
+                       monkeypatch=monkeypatch)
+    told = r"is ([\d.]+) nats a token, with the table ([\d.]+)\."
+    without, whole = map(float, re.search(told, said).groups())
+    assert whole == pytest.approx(trained[1].validation_loss, abs=1e-4) and without != whole
+    names = load_file(tmp_path / "out/model.safetensors").keys()
+    assert "head" in names and not [name for name in names if "ngram" in name]
+    with pytest.raises(SystemExit):
+        as_exported(trained[0], tmp_path / "out", capsys=capsys, monkeypatch=monkeypatch)
+    assert "exists; choose another --out" in capsys.readouterr().err

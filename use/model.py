@@ -31,6 +31,7 @@ class Saved(NamedTuple):
     model: train_gpt.GPT
     step: train_gpt.Step                # how it is validated at the end of its run
     facts: dict                         # of its config.json
+    written: "WrittenRows | None"       # of the n-gram table
 
 
 class WrittenRows:
@@ -65,6 +66,7 @@ def load(folder: Path, device: torch.device, **changes: object) -> Saved:
     facts, tensors = read_model(folder)
     config = replace(config_of(facts, folder), **changes)
     rows = config.ngram_rows if config.ngrams else 0
+    look_up = None
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = train_gpt.GPT(replace(config, ngram_rows=min(rows, 1)), device, Collectives(1))
         if rows:
@@ -87,7 +89,7 @@ def load(folder: Path, device: torch.device, **changes: object) -> Saved:
             x.copy_(tensors[name])
     schedule = train_gpt.Schedule(config)
     step = schedule.validation(len(schedule))._replace(tied=False)
-    return Saved(model, step, facts)
+    return Saved(model, step, facts, look_up)
 
 
 def config_of(facts: dict, folder: Path) -> train_gpt.Config:

@@ -53,8 +53,8 @@ PART = 2 ** 21          # rows of the n-gram table that are copied at a time
 # Settings that may change from one run to the run that goes on: they do not say what a step computes.
 FREE = {"preset", "name", "runs", "target", "data_path", "val_tokens", "val_every", "val_chunk",
         "val_sequence_length", "val_window", "score", "attention", "fp8", "reference", "compile", "capture",
-        "overlap", "peer_copies", "check_ranks", "write_log", "save", "checkpoint", "checkpoint_every",
-        "checkpoint_on_stop", "resume"}
+        "overlap", "peer_copies", "check_ranks", "deterministic", "write_log", "save", "checkpoint",
+        "checkpoint_every", "checkpoint_on_stop", "resume"}
 
 
 def check_saving(config) -> None:

@@ -78,7 +78,7 @@ class TensorFiles:
             return
         path = self.folder / f"{self.stem}-{len(self.files) + 1:05d}.safetensors"
         try:
-            save_file(self.waiting, path)
+            save_file(self.waiting, path, {"format": "pt"})     # by which transformers knows torch
         except SafetensorError as error:
             code = re.search(r"os error (\d+)", str(error))
             raise OSError(int(code[1]) if code else errno.EIO, str(error)) from None

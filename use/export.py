@@ -1,0 +1,165 @@
+"""A trained model as a folder that the library transformers loads.
+
+    python -m use.export FOLDER --out OTHER
+    python -m use.export FOLDER --out OTHER --shards data/shards/mine    says what leaving the table costs
+
+    AutoModelForCausalLM.from_pretrained("OTHER", trust_remote_code=True)
+
+OTHER holds the weights in float32, and `modeling_speedrun.py`, which computes them. Rows of the n-gram table
+go along if they take no more than --most. With a longer table the model would be a download that nobody
+wants, so it is exported without one, which costs loss: with --shards both losses are measured and written
+into its card.
+"""
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from data.errors import DataError
+from kernels.loss.cross_entropy import SOFTCAP
+from kernels.ngrams import HASH
+from records.run.weights import TensorFiles, name_files, publish, write_json
+from use.model import PLAIN, Saved, add_options, choose_device, errors, load
+from use.score import score_shards
+
+MODELING = Path(__file__).with_name("modeling_speedrun.py")
+CARD = """\
+---
+library_name: transformers
+---
+# {name}
+
+A small language model, trained with the readable speedrun for {steps:,} steps to a validation loss of
+{loss:.4f} nats a token. {table}
+
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
+
+Its vocabulary is {vocabulary}. A text begins with token {start}, which no tokenizer puts there by itself.
+"""
+
+
+def settings_of(saved: Saved, with_table: bool) -> dict:
+    """config.json for transformers."""
+    model, config, step = saved.model, saved.model.config, saved.step
+    cos, _, scale = model.rotary[step.windows[1] * config.window_block]
+    layers = [{"window": step.windows[layer.long_window] * config.window_block, "source": model.sources[i],
+               "values": i in model.value_index, "key_offset": config.key_offset and layer.long_window}
+              for i, layer in enumerate(config.layers)]
+    return {
+        "model_type": "readable_speedrun", "architectures": ["SpeedrunForCausalLM"], "dtype": "float32",
+        "auto_map": {"AutoConfig": "modeling_speedrun.SpeedrunConfig",
+                     "AutoModelForCausalLM": "modeling_speedrun.SpeedrunForCausalLM"},
+        "vocab_size": config.vocab_size, "padded_vocab": config.padded_vocab, "width": config.width,
+        "heads": config.heads, "head_dim": config.head_dim, "qk_dim": config.qk_dim, "rotary": cos.shape[1],
+        "max_position_embeddings": len(cos), "attention_scale": scale, "softcap": SOFTCAP,
+        "gate_channels": config.gate_channels, "smear": config.smear, "backout": model.backout_stream,
+        "layers": layers, "ngrams": config.ngrams if with_table else (), "ngram_count": saved.facts["rows"],
+        "ngram_written": saved.facts["written"] if with_table else 0, "ngram_hash": HASH, "use_cache": False,
+        "bos_token_id": config.document_start, "eos_token_id": config.document_start,
+        "pad_token_id": config.document_start, "tie_word_embeddings": False}
+
+
+def weights_of(saved: Saved, with_table: bool) -> dict[str, Tensor]:
+    """The weights by their names in modeling_speedrun.py."""
+    model, config = saved.model, saved.model.config
+    cos, sin, _ = model.rotary[saved.step.windows[1] * config.window_block]
+    weights = {"embedding": model.embedding, "head": model.head, "scalars": model.scalars, "cos": cos,
+               "sin": sin}
+    if model.smear_gate is not None:
+        weights["smear_gate"] = model.smear_gate
+    for i in range(len(config.layers)):
+        scaled = zip(("qkv", "out"), model.split_out(model.bank[i]), model.attention_scalars[i])
+        mine = {name: (matrix * scale[None]).type_as(matrix) for name, matrix, scale in scaled}
+        mine["mlp_in"], mine["mlp_out"] = model.mlp_weights(i)
+        mine["scales"] = model.residual_scalars[i]
+        if (place := model.value_index.get(i)) is not None:
+            mine |= {"values": model.value_tables[place], "gate": model.value_gates[place]}
+        if with_table:
+            mine["ngram_scale"] = model.ngrams.scales[i]
+        weights |= {f"layers.{i}.{name}": x for name, x in mine.items()}
+    weights = {name: x.detach().float().clone() for name, x in weights.items()}
+    if with_table:
+        rows = saved.written
+        weights |= {"ngram_numbers": rows.numbers, "ngram_rows": torch.cat(rows.rows).float()}
+    return weights
+
+
+def cost_of_leaving(saved: Saved, shards: Path, tokens: int) -> tuple[float, float]:
+    """The validation loss with the n-gram table and without, nats a token."""
+    losses, model = [], saved.model
+    lookup = model.ops.lookup
+    for of_table in (1, 0):
+        model.ops = model.ops._replace(lookup=lambda table, *more: lookup(table, *more) * (
+            of_table if table.is_meta else 1))
+        losses.append(score_shards(saved, shards, tokens))
+    model.ops = model.ops._replace(lookup=lookup)
+    return tuple(losses)
+
+
+def table_text(saved: Saved, with_table: bool, shards: Path | None, tokens: int) -> str:
+    """What the card says about the n-gram table."""
+    if not saved.facts["written"]:
+        return "It has no n-gram table."
+    count, of = saved.facts["written"], f"{saved.facts['rows']:,}"
+    if with_table:
+        return f"Of its n-gram table it has the {count:,} of {of} rows that training wrote."
+    text = f"Its n-gram table, {count:,} rows of {of} written, was left out"
+    if shards is None:
+        return f"{text}; what that costs was not measured."
+    whole, without = cost_of_leaving(saved, shards, tokens)
+    return (f"{text}: on the first {tokens:,} tokens of {shards.name} the loss is {without:.4f} nats a "
+            f"token, with the table {whole:.4f}.")
+
+
+def export(saved: Saved, out: Path, with_table: bool, shards: Path | None, tokens: int) -> str:
+    """Write the folder `out`; returns what its card says about the n-gram table."""
+    part = out.with_name(f"{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    table, files = table_text(saved, with_table, shards, tokens), TensorFiles(part, "model")
+    for name, x in weights_of(saved, with_table).items():
+        files.add(name, x)
+    files.flush()
+    name_files(files)
+    config = settings_of(saved, with_table)
+    write_json(part / "config.json", config)
+    special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")}
+    write_json(part / "generation_config.json", special)
+    shutil.copy(MODELING, part)
+    card = CARD.format(**saved.facts | {"vocabulary": saved.facts["vocabulary"] or "one of its own"},
+                       table=table, start=config["bos_token_id"])
+    (part / "README.md").write_text(card)
+    publish(part, out)
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m use.export", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    option = parser.add_argument
+    option("folder", type=Path, metavar="FOLDER", help="of --save")
+    option("--out", type=Path, required=True, metavar="OTHER", help="a new folder")
+    option("--most", type=float, default=2.0, metavar="GB", help="of the n-gram table (default: %(default)s)")
+    option("--shards", type=Path, metavar="DIR", help="token shards, to measure the loss without the table")
+    option("--tokens", type=int, metavar="N", help="of their validation text (default: as in training)")
+    option("--positions", type=int, metavar="N", help="tokens that the model takes (default: as in training)")
+    add_options(parser)
+    options = parser.parse_args()
+    with errors("python -m use.export"):
+        if options.out.exists():
+            raise DataError(f"{options.out}: exists; choose another --out or remove it")
+        changes = {} if options.positions is None else {"val_chunk": options.positions}
+        saved = load(options.folder, choose_device(options.device), **PLAIN, **changes)
+        size = saved.facts["written"] * (4 * saved.model.config.head_dim + 4)
+        if options.shards is None and size > options.most * 1e9:
+            print("python -m use.export: the n-gram table is left out; --shards DIR measures what that costs")
+        table = export(saved, options.out, 0 < size <= options.most * 1e9, options.shards,
+                       options.tokens or saved.model.config.val_tokens)
+        print(f"{options.out}: {table}")
+
+
+if __name__ == "__main__":
+    main()
