@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from data import embedded
 from data.classes import gpt2_classes
+from data.errors import system_error
 from data.loader import (
     Batch,
     Loader,
@@ -1157,6 +1158,7 @@ def explain(config: Config, ranks: int, timetables: bool) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run from a command line; returns the exit status. Expected failures end in one line, from rank 0."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)       # torchrun passes Ctrl-C on as this.
+    sys.stdout.reconfigure(line_buffering=True)     # A full disk then shows here, and not at the end.
     rank = int(os.environ.get("RANK", 0))
     try:
         config, options = parse(sys.argv[1:] if argv is None else argv)
@@ -1172,6 +1174,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError) as error:
         message, status = str(error).splitlines()[0], 2
+    except OSError as error:
+        message, status = system_error(error)
     except KeyboardInterrupt as error:
         message, status = str(error) or "interrupted; the log so far is complete", 130
     if rank:    # The launcher ends all ranks when one fails. If rank 0 fails too, it says why.

@@ -48,8 +48,7 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", type=Path, metavar="FILE",
                         help="of ranks, as for python -m data.text --vocabulary")
-    options = parser.parse_args()
-    with one_line_errors("python -m data.classes", options.ranks):
+    with one_line_errors(parser, "ranks") as options:
         ranks = read_ranks(options.ranks)
         classes = token_classes(sorted(ranks, key=ranks.get))
         classes = np.append(classes, np.int32(len(classes)))        # the start of a document

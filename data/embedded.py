@@ -17,7 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.shards import find_shards, write_shard
+from data.errors import one_line_errors
+from data.shards import ShardError, find_shards, incoming, publish, write_shard
 
 BOS = 256
 VOCAB_SIZE = 257
@@ -52,25 +53,27 @@ def build(folder: Path = FOLDER) -> Path:
         splits[split].update(filter(None, split_source(path.read_bytes())))
     splits["train"] -= splits["val"]
     if not splits["train"] or not splits["val"]:
-        raise SystemExit(f"{sysconfig.get_path('stdlib')} holds no Python sources to build the embedded "
+        raise ShardError(f"{sysconfig.get_path('stdlib')} holds no Python sources to build the embedded "
                          "corpus from; set DATA_PATH to a folder of token shards")
-    folder.mkdir(parents=True, exist_ok=True)
-    for split, documents in splits.items():
-        tokens = [np.frombuffer(b"\0" + text, np.uint8).astype(np.uint16)
-                  for text in sorted(documents, key=sha256)]
-        for document in tokens:
-            document[0] = BOS
-        write_shard(folder / f"{split}_000000.bin", np.concatenate(tokens))
+    with incoming(folder) as staging:
+        for split, documents in splits.items():
+            tokens = [np.frombuffer(b"\0" + text, np.uint8).astype(np.uint16)
+                      for text in sorted(documents, key=sha256)]
+            for document in tokens:
+                document[0] = BOS
+            write_shard(staging / f"{split}_000000.bin", np.concatenate(tokens))
+        publish(staging, folder)
     return folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m data.embedded", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FOLDER)
-    folder = build(parser.parse_args().out)
-    sizes = ", ".join(f"{p.name} {p.stat().st_size / 1e6:.1f} MB" for p in sorted(folder.glob("*.bin")))
-    print(f"{folder}: {sizes}", file=sys.stderr)
+    with one_line_errors(parser) as arguments:
+        folder = build(arguments.out)
+        sizes = ", ".join(f"{p.name} {p.stat().st_size / 1e6:.1f} MB" for p in sorted(folder.glob("*.bin")))
+        print(f"{folder}: {sizes}", file=sys.stderr)
 
 
 if __name__ == "__main__":

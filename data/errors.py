@@ -1,4 +1,4 @@
-"""Errors of the data tools: one line on stderr with what was found and what to do, and exit status 2."""
+"""Errors of the tools: one line on stderr with what was found and what to do, and exit status 2."""
 import argparse
 import contextlib
 import errno
@@ -14,29 +14,55 @@ class DataError(ValueError):
     """Something that the user has to put right. The message says what was found and what to do."""
 
 
-@contextlib.contextmanager
-def one_line_errors(program: str, place: Path | None = None) -> Iterator[None]:
-    """Turn DataError, OSError and Ctrl-C in the block into one line, headed by `program`, and an exit status.
+def printable(text: str) -> str:
+    """`text` for a terminal: what would steer it is shown as an escape, all but the ends of lines."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
-    `place` is named where the system does not say which file it was.
+
+@contextlib.contextmanager
+def one_line_errors(parser: argparse.ArgumentParser, place: str = "out") -> Iterator[argparse.Namespace]:
+    """Run a tool: gives the arguments of the command line, and ends the block's failures in one line.
+
+    DataError, OSError and Ctrl-C become a line, headed by the name of the program, and an exit status. The
+    argument `place` is named where the system does not say which file it was. What the terminal's character
+    set lacks is printed as "?".
     """
+    arguments = argparse.Namespace()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")
     try:
-        yield
+        try:
+            yield parser.parse_args(namespace=arguments)
+        finally:
+            sys.stdout.flush()
+        return
     except DataError as error:
         message, status = str(error), 2
-    except BrokenPipeError:  # the reader of our output has gone: `… | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0)
     except OSError as error:
-        where = f"{error.filename or place}: " if error.filename or place else ""
-        advice = "; free some or choose another folder with --out" if error.errno in NO_SPACE else ""
-        message, status = f"{where}{error.strerror or error}{advice}", 2
+        message, status = system_error(error, getattr(arguments, place, None))
     except KeyboardInterrupt:
         message, status = "interrupted; nothing unfinished is left in place", 130
-    else:
-        return
-    print(f"{program}: {message}", file=sys.stderr)
+    print(f"{parser.prog}: {printable(message)}".replace("\n", " "), file=sys.stderr)
     raise SystemExit(status)
+
+
+def system_error(error: OSError, place: Path | str | None = None) -> tuple[str, int]:
+    """What to say of an error of the system, and an exit status.
+
+    A reader of our output that has gone, as in `… | head`, is no error: the program ends with status 0.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:  # What is left would be written, and fail, once more when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        place = "standard output"
+    if isinstance(error, BrokenPipeError):
+        raise SystemExit(0)
+    advice = ""
+    if error.errno in NO_SPACE:
+        advice = "; free some" + (" or choose another folder with --out" if isinstance(place, Path) else "")
+    where = error.filename or place
+    return f"{f'{where}: ' if where else ''}{error.strerror or error}{advice}", 2
 
 
 def positive(text: str) -> int:

@@ -16,9 +16,6 @@ other means, with no manifest, passes on its format alone: a changed id that sta
 cannot be told then.
 """
 import argparse
-import hashlib
-import json
-import mmap
 import os
 import re
 import shutil
@@ -31,13 +28,14 @@ from typing import NamedTuple, TypeVar
 
 from tqdm import tqdm
 
-from data.errors import NO_SPACE, DataError, one_line_errors, positive
-from data.shards import ShardError, document_starts, incoming, open_shard
+from data.errors import NO_SPACE, DataError, one_line_errors, positive, printable
+from data.shards import Manifest, ShardError, document_starts, incoming, open_shard, sha256_of
 
 DATASET = "kjj0/fineweb10B-gpt2"
 FOLDER = Path(__file__).parent / "shards" / "fineweb"
 VOCAB_SIZE, BOS = 50257, 50256
-TRIES = 4  # of each request, 1, 2 and 4 seconds apart
+TRIES = 4  # of each request, 1, 2 and 4 seconds apart, or as far apart as the hub asks for
+LONGEST_WAIT_S = 60
 
 # The preset "speedrun" wants 338.8 M tokens of sequences: 55.5 M cut at 896 tokens, the rest at 2,048. The
 # tails of longer documents are not used: on a corpus like FineWeb 61% of the tokens are left at the first cut
@@ -60,31 +58,7 @@ def check(path: Path) -> dict:
     if not documents:
         raise ShardError(f"{path}: no document starts in it (no token {BOS}); it is not a GPT-2 shard or is "
                          "damaged")
-    with open(path, "rb") as f:
-        return {"tokens": len(tokens), "documents": documents,
-                "sha256": hashlib.sha256(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)).hexdigest()}
-
-
-class Manifest:
-    """manifest.json in the folder: each checked shard's tokens, documents, SHA-256 and origin."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "manifest.json"
-        try:
-            known = json.loads(self.path.read_text())["shards"] if self.path.exists() else {}
-            self.shards: dict[str, dict] = known
-            if not all({"tokens", "sha256"} <= facts.keys() for facts in self.shards.values()):
-                raise KeyError
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DataError(f"{self.path} is damaged; remove it and run again: the shards are then checked "
-                            "without it")
-
-    def record(self, name: str, facts: dict) -> None:
-        self.shards[name] = facts
-        temporary = self.path.with_name(".manifest.json")
-        temporary.write_text(json.dumps({"dataset": DATASET, "shards": dict(sorted(self.shards.items()))},
-                                        indent=1) + "\n")
-        os.replace(temporary, self.path)
+    return {"tokens": len(tokens), "documents": documents, "sha256": sha256_of(path)}
 
 
 def is_whole(path: Path, manifest: Manifest) -> dict | None:
@@ -137,8 +111,11 @@ class Hub:
         def ask(_: bool) -> Published:
             facts = self.client.get_hf_file_metadata(
                 self.client.hf_hub_url(DATASET, name, repo_type="dataset", revision=revision))
+            commit = facts.commit_hash or revision
+            if commit != "main" and not re.fullmatch("[0-9a-f]{40}", commit):
+                raise ValueError(f"{commit!r} is no commit")  # the client would make a path of it
             sha256 = facts.etag if re.fullmatch("[0-9a-f]{64}", facts.etag or "") else None
-            return Published(facts.size or 0, sha256, facts.commit_hash or revision)
+            return Published(facts.size or 0, sha256, commit)
         return self.persist(name, ask)
 
     def fetch(self, name: str, expected: Published, bar: tqdm) -> dict:
@@ -164,6 +141,7 @@ class Hub:
         """`request(False)`, tried again if it fails in a way that may pass; with True once bad data came."""
         bad = False
         for tried in range(1, TRIES + 1):
+            wait_s = 2 ** (tried - 1)
             try:
                 return request(bad)
             except ShardError as error:
@@ -174,12 +152,15 @@ class Hub:
                     raise
                 cause = root_cause(error)
                 reason = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}"
-                status = getattr(getattr(cause, "response", None), "status_code", 500)
+                answer = getattr(cause, "response", None)
+                status = getattr(answer, "status_code", 500)
                 if 400 <= status < 500 and status not in (408, 429):  # refused: it would be so again
                     break
+                wished = getattr(answer, "headers", {}).get("Retry-After", "")
+                wait_s = max(wait_s, min(int(wished), LONGEST_WAIT_S) if wished.isdecimal() else 0)
             if tried < TRIES:
-                tqdm.write(f"{name}: {reason}; trying again ({tried + 1} of {TRIES})", sys.stderr)
-                if self.stop.wait(2 ** (tried - 1)):
+                tqdm.write(printable(f"{name}: {reason}; trying again ({tried + 1} of {TRIES})"), sys.stderr)
+                if self.stop.wait(wait_s):
                     break
         raise DataError(f"{name} cannot be had from {self.client.constants.ENDPOINT} ({reason}). If there is "
                         f"no network here, run `{self.retry_command}` where there is one, copy its folder to "
@@ -223,7 +204,7 @@ def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
         manifest = Manifest(folder)
         for name, facts in zip(names, pool.imap(lambda name: is_whole(folder / name, manifest), names)):
             if facts:
-                manifest.record(name, facts)
+                manifest.record(**{name: facts})
         missing = [name for name in names if not (folder / name).exists()]
         if not missing:
             return manifest
@@ -240,7 +221,7 @@ def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
 
             try:
                 for name, facts in pool.imap_unordered(fetch_one, missing):
-                    manifest.record(name, facts)  # first: no shard stands there without its SHA-256
+                    manifest.record(**{name: facts})  # first: no shard stands there without its SHA-256
                     os.replace(staging / name, folder / name)
                     tqdm.write(f"{name}: {facts['tokens']:,} tokens, {facts['documents']:,} documents",
                                sys.stderr)
@@ -259,8 +240,7 @@ def main() -> None:
                         help="default: data/shards/fineweb")
     parser.add_argument("--jobs", type=positive, default=4, metavar="N",
                         help="shards fetched at the same time (default: 4)")
-    arguments = parser.parse_args()
-    with one_line_errors("python -m data.fineweb", arguments.out):
+    with one_line_errors(parser) as arguments:
         manifest = fetch(arguments.out, arguments.shards, arguments.jobs)
         tokens = sum(manifest.shards[name]["tokens"] for name in names_of(arguments.shards))
         print(f"{arguments.out}: the validation shard and {arguments.shards} training shards, all checked, "

@@ -9,6 +9,8 @@ about a minute and 2 GB.
 """
 import argparse
 import hashlib
+import sys
+import zipfile
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -95,9 +97,13 @@ def marked_tokens(folder: str, count: int) -> np.ndarray | None:
     path = Path(folder) / FILE
     if not path.exists():
         return None
-    with np.load(path, allow_pickle=False) as saved:
-        same = all(str(saved[split]) == fingerprint(folder, split) for split in ("train", "val"))
-        marks = np.unpackbits(saved["marks"]).astype(bool)
+    try:
+        with np.load(path, allow_pickle=False) as saved:
+            same = all(str(saved[split]) == fingerprint(folder, split) for split in ("train", "val"))
+            marks = np.unpackbits(saved["marks"]).astype(bool)
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        print(f"WARNING: {path} is damaged ({error}) and was left out", file=sys.stderr)
+        return None
     return marks[:count] if same and len(marks) >= count else None
 
 
@@ -109,8 +115,7 @@ def main() -> None:
                         help="of the validation text (default: %(default)s)")
     parser.add_argument("--document_start", type=int, default=50256, metavar="ID",
                         help="the token that begins a document (default: %(default)s)")
-    options = parser.parse_args()
-    with one_line_errors("python -m data.overlap", options.folder):
+    with one_line_errors(parser, "folder") as options:
         training = shards_in(str(options.folder), "train")
         parts = [open_shard(path) for path in shards_in(str(options.folder), "val")]
         validation = np.concatenate(parts)[:options.tokens + 1]

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.errors import DataError, one_line_errors
-from data.shards import document_starts, find_shards, open_shard
+from data.errors import DataError, one_line_errors, printable
+from data.shards import Manifest, document_starts, find_shards, open_shard
 from data.vocabulary import BytePairs, Bytes, load_vocabulary
 
 TEXT_LENGTH = 400  # characters shown of a document
@@ -109,12 +109,6 @@ def schedule_fit(lengths: np.ndarray, total: int, bos: int) -> str:
     return "\n".join(lines)
 
 
-def printable(text: bytes) -> str:
-    """The first TEXT_LENGTH characters for the terminal: what would steer it is shown as an escape."""
-    start = text.decode(errors="replace")[:TEXT_LENGTH]
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in start)
-
-
 def first_documents(shards: list[Shard], count: int, vocabulary: Bytes | BytePairs | None) -> str:
     """The first documents, as text, or as ids when there is no vocabulary."""
     documents = itertools.islice(((shard, i) for shard in shards for i in range(len(shard.starts))), count)
@@ -123,8 +117,9 @@ def first_documents(shards: list[Shard], count: int, vocabulary: Bytes | BytePai
         length = int(shard.lengths[i])
         # Enough for the text shown.
         tokens = shard.tokens[shard.starts[i]:shard.starts[i] + min(length, TEXT_LENGTH)]
-        text = printable(vocabulary.decode(tokens)) if vocabulary else " ".join(map(str, tokens[:64]))
-        parts.append(f"── {shard.path.name}, document {i:,}, {length:,} tokens ──\n{text}")
+        text = (vocabulary.decode(tokens).decode(errors="replace")[:TEXT_LENGTH] if vocabulary else
+                " ".join(map(str, tokens[:64])))
+        parts.append(printable(f"── {shard.path.name}, document {i:,}, {length:,} tokens ──\n{text}"))
     return "\n\n".join(parts)
 
 
@@ -164,10 +159,13 @@ def main() -> None:
     which.add_argument("--bytes", action="store_true", help="the tokens are bytes")
     which.add_argument("--vocabulary", type=Path, metavar="FILE", help="ranks, as for python -m data.text")
     which.add_argument("--ids", action="store_true", help="show ids, not text")
-    arguments = parser.parse_args()
-    with one_line_errors("python -m data.peek", arguments.shards[0]):
+    with one_line_errors(parser) as arguments:
         shards, bos = open_all(arguments.shards)
-        print(table(shards) + "\n")
+        print(printable(table(shards)) + "\n")
+        for folder in dict.fromkeys(shard.path.parent for shard in shards):
+            if changed := Manifest(folder).changed():
+                raise DataError(f"{folder}: {', '.join(changed)} changed since manifest.json was written; fetch "
+                                "or make them again, or remove manifest.json if that is meant")
         print(histogram(np.concatenate([shard.lengths for shard in shards])) + "\n")
         if training := [shard for shard in shards if shard.path not in find_shards(shard.path.parent, "val")]:
             lengths = np.concatenate([shard.lengths for shard in training])

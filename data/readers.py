@@ -157,7 +157,7 @@ def json_field(line: bytes, field: str, where: str) -> bytes:
         return b""
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: not JSON ({error})")
     if not isinstance(record, dict) or field not in record:
         found = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"

@@ -6,12 +6,15 @@ This is the format of the public pre-tokenised FineWeb shards.
 """
 import contextlib
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -25,6 +28,28 @@ class ShardError(DataError):
     """A shard that cannot be used. The message says which, what was found and what to do."""
 
 
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, which takes the name `path` at the end of the block.
+
+    If the block or the disk fails, all is as it was, and an OSError names `path`. A link of that name is
+    replaced, not followed.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(f.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException as error:
+        os.unlink(temporary)
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
+
+
 def write_shard(path: Path, tokens: np.ndarray) -> None:
     """Write `tokens` (n,), ids 0..65535, as a shard. It is renamed once whole, so no partial one exists."""
     path = Path(path)
@@ -33,18 +58,9 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
                          "use a vocabulary of at most 65,536 tokens")
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as f:
-            f.write(header.tobytes())
-            f.write(np.ascontiguousarray(tokens, dtype="<u2").data)
-            f.flush()
-            os.fsync(f.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    with whole_file(path) as f:
+        f.write(header.tobytes())
+        f.write(np.ascontiguousarray(tokens, dtype="<u2").data)
 
 
 def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
@@ -55,8 +71,11 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
     With `vocab_size`, ids are checked against it too, which reads the whole file.
     """
     path = Path(path)
-    size = path.stat().st_size
-    header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    try:
+        size = path.stat().st_size
+        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+    except OSError as error:
+        raise ShardError(f"{path}: cannot be read ({error.strerror}); mend or remove it") from None
     if len(header) < HEADER_INTS or header[0] != MAGIC:
         found = f"magic {header[0]}" if len(header) else "an empty file"
         raise ShardError(f"{path}: not a token shard (expected magic {MAGIC}, found {found}); remove it or "
@@ -91,13 +110,65 @@ def find_shards(folder: Path, split: str) -> list[Path]:
 
 
 def shards_in(folder: str, split: str) -> list[Path]:
-    """As `find_shards`; ShardError if there are none or the folder's name is empty."""
+    """As `find_shards`. ShardError if there are none, if the folder's name is empty, or if the shards have
+    not the number and the sizes that the folder's manifest says.
+    """
     paths = find_shards(Path(folder), split) if folder else []
     if not paths:
         raise ShardError(f"no {split} shards (*{split}_*.bin) in {folder or 'an unset DATA_PATH'}; set "
                          "DATA_PATH to a folder that python -m data.fineweb or data.text has filled, or "
                          "train on the embedded corpus with --preset cpu")
+    Manifest(Path(folder)).check_sizes(split)
     return paths
+
+
+class Manifest:
+    """manifest.json in a folder of shards: of each one that a data tool has checked or made, its tokens,
+    SHA-256 and origin. Shards brought by other means stand in none, and a folder may have none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """DataError if there is one that cannot be read."""
+        self.folder, self.path = folder, folder / "manifest.json"
+        try:
+            known = json.loads(self.path.read_bytes()) if self.path.exists() else {"shards": {}}
+            self.shards: dict[str, dict] = known["shards"]
+            for facts in self.shards.values():
+                if not (type(facts["tokens"]) is int and type(facts["sha256"]) is str):
+                    raise TypeError
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise ShardError(f"{self.path} is damaged; remove it and run again: the shards are then checked "
+                             "without it") from None
+
+    def record(self, **facts: dict) -> None:
+        """Add facts about shards, by name: `tokens`, `sha256`, and what else is known."""
+        self.shards |= facts
+        with whole_file(self.path) as f:
+            f.write(json.dumps({"shards": dict(sorted(self.shards.items()))}, indent=1).encode() + b"\n")
+
+    def check_sizes(self, split: str) -> None:
+        """ShardError if a shard of this split is missing, or has another size than when it was recorded."""
+        for name, facts in self.shards.items():
+            path, expected = self.folder / Path(name).name, HEADER_BYTES + 2 * facts["tokens"]
+            if f"_{split}_" in f"_{name}" and (not path.is_file() or path.stat().st_size != expected):
+                found = f"has {path.stat().st_size:,} bytes" if path.is_file() else "is missing"
+                raise ShardError(f"{path} {found}, but manifest.json says {expected:,} bytes; fetch or make "
+                                 "it again, or remove manifest.json if that is meant")
+
+    def changed(self) -> list[str]:
+        """The names of recorded shards that are there with another SHA-256. Reads all of them."""
+        there = {name: self.folder / Path(name).name for name in self.shards}
+        return [name for name, path in there.items()
+                if path.is_file() and sha256_of(path) != self.shards[name]["sha256"]]
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 (hex) of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
@@ -121,3 +192,12 @@ def incoming(folder: Path) -> Iterator[Path]:
             yield staging
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+
+
+def publish(staging: Path, folder: Path) -> None:
+    """Move the shards of `staging` into `folder`, after its manifest has them: none is there without it."""
+    shards = sorted(staging.glob("*.bin"))
+    Manifest(folder).record(**{path.name: {"tokens": len(open_shard(path)), "sha256": sha256_of(path)}
+                               for path in shards})
+    for path in shards:
+        os.replace(path, folder / path.name)

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from data.errors import DataError, one_line_errors, positive
 from data.readers import SEPARATORS, Documents
-from data.shards import incoming, write_shard
+from data.shards import incoming, publish, write_shard
 from data.vocabulary import load_vocabulary
 
 SHARD_TOKENS = 100_000_000  # as the public FineWeb shards: 200 MB
@@ -141,8 +141,7 @@ def build(documents: Documents, folder: Path, vocabulary: str | Path = "gpt2", s
         for writer in writers:
             writer.flush()
         check_split(writers, share)
-        for shard in sorted(staging.iterdir()):
-            os.replace(shard, folder / shard.name)
+        publish(staging, folder)
     return writers
 
 
@@ -158,7 +157,7 @@ def check_split(writers: list[ShardWriter], share: float) -> None:
                         "--split what divides documents")
 
 
-def parse_arguments() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m data.text", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
@@ -187,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     option("--workers", type=positive, default=cores, metavar="N",
            help=f"processes (default: all cores, {cores} here)")
-    return parser.parse_args()
+    return parser
 
 
 def share_of_one(text: str) -> float:
@@ -198,8 +197,7 @@ def share_of_one(text: str) -> float:
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    with one_line_errors("python -m data.text", arguments.out):
+    with one_line_errors(make_parser()) as arguments:
         vocabulary = "bytes" if arguments.bytes else arguments.vocabulary or "gpt2"
         utf8 = "replace" if arguments.replace_invalid else "any" if arguments.bytes else "strict"
         documents = Documents(arguments.inputs, arguments.format, arguments.split, arguments.field, utf8)

@@ -14,7 +14,7 @@ import numpy as np
 
 from data.errors import DataError
 
-MAX_SIZE = 65536
+MAX_SIZE, MAX_BYTES = 65536, 1 << 26  # tokens, and bytes of their file
 FETCH_SECONDS = 60  # for the 1.5 MB of GPT-2's vocabulary
 # tiktoken's regular expression overflows its stack on about a million characters of white space before other
 # text. White space as its engine sees it: Python's \s also holds the separators 1c to 1f.
@@ -95,6 +95,9 @@ def load_vocabulary(choice: str | Path) -> Bytes | BytePairs:
 def read_ranks(path: Path) -> dict[bytes, int]:
     """Ranks of a vocabulary file (`base64-of-token rank` in each line): 0 to n-1 once each, all bytes."""
     ranks: dict[bytes, int] = {}
+    if path.stat().st_size > MAX_BYTES:
+        raise DataError(f"{path}: {path.stat().st_size:,} bytes, more than a vocabulary has; "
+                        "--vocabulary takes a file like gpt2.tiktoken")
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             token, rank = line.split()

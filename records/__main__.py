@@ -11,6 +11,7 @@ missing = [name for name in ("scipy", "matplotlib") if find_spec(name) is None]
 if missing:
     sys.exit(f"error: the record tools need {' and '.join(missing)}: pip install -r requirements.txt")
 
+from data.errors import one_line_errors, printable
 from records.tools import check, compare, launch, pool, record, stats, sweep, watch
 from records.tools.logs import read_logs
 from records.tools.schema import RecordError
@@ -103,7 +104,7 @@ def add_json(sub: argparse.ArgumentParser) -> None:
 
 
 def show(arguments: argparse.Namespace, data: object, text: str) -> None:
-    print(json.dumps(data, indent=2) if arguments.json else text)
+    print(json.dumps(data, indent=2) if arguments.json else printable(text))
 
 
 def run_check(arguments: argparse.Namespace) -> int:
@@ -149,15 +150,15 @@ def run_plot(arguments: argparse.Namespace) -> None:
     for runs in groups.values():
         for run in runs:
             for warning in run.warnings:
-                print(f"{run.label}: {warning}", file=sys.stderr)
+                print(printable(f"{run.label}: {warning}"), file=sys.stderr)
     for path in plots.save(plots.figures(groups), arguments.out):
-        print(path)
+        print(printable(str(path)))
 
 
 def run_report(arguments: argparse.Namespace) -> None:
     from records.tools import report
     page, notes = report.write(arguments.records)
-    print("\n".join([str(page), *notes]))
+    print(printable("\n".join([str(page), *notes])))
 
 
 def run_watch(arguments: argparse.Namespace) -> None:
@@ -181,18 +182,18 @@ def run_new(arguments: argparse.Namespace) -> None:
                            arguments.changed, arguments.why, second)
     written = arguments.changed and arguments.why
     todo = "" if written else "write what changed and why it works into its README.md, then "
-    print(f"{folder}: made; next: {todo}`python -m records check`")
+    print(printable(f"{folder}: made; next: {todo}`python -m records check`"))
 
 
 def main() -> int:
-    arguments = parser().parse_args()
-    try:
-        return arguments.function(arguments) or 0
-    except RecordError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    with one_line_errors(parser(), "records") as arguments:
+        try:
+            return arguments.function(arguments) or 0
+        except RecordError as error:
+            print(f"error: {printable(str(error))}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            return 130
 
 
 if __name__ == "__main__":

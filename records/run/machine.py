@@ -2,6 +2,7 @@
 import os
 import platform
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from data.overlap import fingerprint
+from data.shards import Manifest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -78,6 +80,10 @@ def machine_facts(device: torch.device, world_size: int) -> dict[str, object]:
 
 
 def ending_facts(device: torch.device, folder: str) -> dict[str, object]:
-    """Fingerprints of the tokens, and the state of the GPUs, as a log's summary has them."""
+    """Fingerprints of the tokens, changed shards, and the state of the GPUs, as a log's summary has them."""
+    changed = Manifest(Path(folder)).changed()
+    if changed:
+        print(f"WARNING: {', '.join(changed)} in {folder} changed since manifest.json was written",
+              file=sys.stderr)
     return {"data": {split: fingerprint(folder, split) for split in ("train", "val")},
-            "gpus": gpu_states(device)}
+            "changed_shards": changed, "gpus": gpu_states(device)}

@@ -153,6 +153,8 @@ def check_clock(run: Run) -> list[str]:
     if not same(summary["tokens_per_s"] * summary["time_s"], summary["tokens"], CLOCK_TOLERANCE):
         problems.append(f"tokens_per_s is {summary['tokens_per_s']}, not {summary['tokens']} tokens / "
                         f"{summary['time_s']} s")
+    if changed := summary.get("changed_shards"):
+        problems.append(f"shards were not those of their manifest: {changed}")
     return problems + check_stamps(run)
 
 

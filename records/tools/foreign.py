@@ -19,13 +19,15 @@ import numpy as np
 from records.tools.schema import RecordError, Run
 from records.tools.stats import TARGET
 
-SEPARATOR = re.compile(r"^={20,}\s*$", re.M)
-STEP = re.compile(r"^step:(\d+)/(\d+) (?:val_loss:(\S+) )?(?:train_loss:\S+ )?train_time:([\d.]+)ms", re.M)
-PEAK = re.compile(r"^peak memory allocated: (\d+) MiB", re.M)
+SEPARATOR = re.compile(r"^={20,400}[ \t\r]{0,9}$", re.M)
+# Every repetition has an end, so that no text takes long to search.
+STEP = re.compile(r"^step:(\d{1,9})/(\d{1,9}) (?:val_loss:(\S{1,40}) )?(?:train_loss:\S{1,40} )?"
+                  r"train_time:(\d{1,12}(?:\.\d{1,9})?)ms", re.M)
+PEAK = re.compile(r"^peak memory allocated: (\d{1,12}) MiB", re.M)
 VERSIONS = {"python": r"^Running Python (\S+)", "torch": r"^Running PyTorch (\S+)",
             "cuda": r"compiled for CUDA (\S+)", "triton": r"^Running Triton version (\S+)"}
 DRIVER = r"Driver Version: (\S+)"
-DEVICE = re.compile(r"^\|\s+\d+\s+(NVIDIA .*?)\s+(?:On|Off)\s+\|", re.M)
+DEVICE = re.compile(r"^\| {1,9}\d{1,4} {1,9}(NVIDIA .{1,80}?) {1,60}(?:On|Off) {1,20}\|", re.M)
 
 
 def parse_foreign(text: str, path: Path) -> Run:
@@ -71,7 +73,7 @@ def steps(lines: list[tuple], path: Path) -> dict[str, np.ndarray]:
     """The training steps' numbers and milliseconds. Where steps are missing, the next one has their mean."""
     training = [(step, ms) for step, _, loss, ms in lines if not loss]
     number = np.array([step for step, _ in training], np.int64)
-    if np.any(np.diff(number) <= 0):
+    if np.any(np.diff(number, prepend=0) <= 0):
         raise RecordError(f"{path}: steps do not rise; two runs wrote into one log")
     elapsed = np.array([ms for _, ms in training], np.float64)
     return {"step": number, "ms": np.diff(elapsed, prepend=0.0) / np.diff(number, prepend=0)}

@@ -70,7 +70,7 @@ def draw(theme: str) -> Path:
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
-    path.write_text(compact(path.read_text()))
+    path.write_text(compact(path.read_text("utf-8")), "utf-8")
     return path
 
 

@@ -3,6 +3,7 @@ import glob
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from records.tools.foreign import parse_foreign
 from records.tools.schema import (
+    LATER,
     LINES,
     LOG_NAME,
     LOG_SCHEMA,
@@ -19,7 +21,11 @@ from records.tools.schema import (
     RecordError,
     Run,
     check_fields,
+    flatten,
 )
+
+MOST_BYTES = 1 << 29    # of a log, unpacked: 2 million steps take 380 MB
+MOST_RANKS = 1 << 16
 
 
 def find_logs(place: str | Path) -> list[Path]:
@@ -69,14 +75,18 @@ def read_log(path: Path) -> Run:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of a log, unpacked if it is gzipped."""
-    if path.suffix != ".gz":
-        return path.read_bytes()
+    """The contents of a log, unpacked if it is gzipped. RecordError if they are too long for a log."""
     try:
-        return gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            contents = file.read(MOST_BYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecordError(f"{path}: cannot be unpacked ({error}): the file is damaged; `git checkout` brings "
                           "it back") from None
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from None
+    if len(contents) > MOST_BYTES:
+        raise RecordError(f"{path}: longer than {MOST_BYTES:,} bytes, which no log is")
+    return contents
 
 
 def parse(text: str, path: Path) -> Run:
@@ -88,19 +98,19 @@ def parse(text: str, path: Path) -> Run:
         last = number == len(rows)
         try:
             line = json.loads(row)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             if last and number > 1 and not text.endswith("\n"):
                 warnings.append(f"line {number} is incomplete: the log is still being written or was cut off")
                 break
-            raise RecordError(f"{path}:{number}: not JSON ({error.msg}): {row[:60]!r}; the log is damaged "
+            raise RecordError(f"{path}:{number}: not JSON ({error}): {row[:60]!r}; the log is damaged "
                               "here") from None
         check_line(line, f"{path}:{number}", first=number == 1)
         if lines["summary"] or lines["stopped"]:
             raise RecordError(f"{path}:{number}: a line after the run's last one; two runs wrote into one "
                               "log")
         lines[line["kind"]].append(line)
-    run = Run(path, lines["header"][0], columns(lines["step"], "step"),
-              columns(lines["validation"], "validation"),
+    run = Run(path, lines["header"][0], columns(lines["step"], "step", path),
+              columns(lines["validation"], "validation", path),
               scores={line["text"]: line["loss"] for line in lines["score"]},
               summary=next(iter(lines["summary"]), None), warnings=warnings)
     if lines["stopped"]:
@@ -122,18 +132,39 @@ def check_line(line: dict, where: str, first: bool) -> None:
                           + ("its beginning is missing" if first else "two runs wrote into one log"))
     if first and line.get("schema") != LOG_SCHEMA:
         raise RecordError(f"{where}: log schema {line.get('schema')!r}; these tools read schema {LOG_SCHEMA}")
-    check_fields(line, LINES[kind], f"{where}: {kind} line")
+    later = {name: kinds for name, kinds in LATER.get(kind, {}).items() if name in line}
+    check_fields(line, LINES[kind] | later, f"{where}: {kind} line")
+    if kind == "header":
+        check_header(line, where)
     if kind == "step":
         check_fields(SCHEDULE | line, {"momentum": NUMBER, "windows": list}, f"{where}: step line")
         if len(line.get("windows", SCHEDULE["windows"])) != 2:
             raise RecordError(f"{where}: step line needs 'windows' as [short, long], found {line['windows']}")
 
 
-def columns(lines: list[dict], kind: str) -> dict[str, np.ndarray]:
+def check_header(header: dict, where: str) -> None:
+    """RecordError if what a header says would lead the tools astray: into git, a shell, or other folders."""
+    if header["commit"] is not None and not re.fullmatch("[0-9a-f]{7,64}", header["commit"]):
+        raise RecordError(f"{where}: {header['commit'][:40]!r} is no commit")
+    if not re.match(r"\d{4}-\d\d-\d\dT", header["started"]):
+        raise RecordError(f"{where}: {header['started'][:40]!r} is no time")
+    for name in ("devices", "command"):
+        if not all(isinstance(item, str) for item in header[name]):
+            raise RecordError(f"{where}: {name!r} holds more than texts")
+    for name in ("config", "versions"):
+        flatten(header[name])
+    if not 1 <= header["world_size"] <= MOST_RANKS or len(header["devices"]) > MOST_RANKS:
+        raise RecordError(f"{where}: {header['world_size']} ranks, {len(header['devices'])} devices")
+
+
+def columns(lines: list[dict], kind: str, path: Path) -> dict[str, np.ndarray]:
     """Field -> values (n,): int64 for counts, float64 for the rest; a step's windows are (n, 2)."""
-    found = {name: np.array([line[name] for line in lines], np.int64 if kinds is int else np.float64)
-             for name, kinds in LINES[kind].items()}
-    if kind == "step":
-        found |= {name: np.array([line.get(name, missing) for line in lines], np.float64)
-                  for name, missing in SCHEDULE.items()}
-    return found
+    try:
+        found = {name: np.array([line[name] for line in lines], np.int64 if kinds is int else np.float64)
+                 for name, kinds in LINES[kind].items()}
+        if kind == "step":
+            found |= {name: np.array([line.get(name, missing) for line in lines], np.float64)
+                      for name, missing in SCHEDULE.items()}
+        return found
+    except (ValueError, TypeError, OverflowError) as error:
+        raise RecordError(f"{path}: a {kind} line holds no plain number ({error})") from None

@@ -1,6 +1,7 @@
 """Generated parts of Markdown files: tables, and the text between `<!-- name -->` and `<!-- /name -->`."""
 import re
 
+from data.errors import printable
 from records.tools.schema import RecordError
 
 WRITTEN_SECTIONS = ("What changed", "Why it works")  # of a record's README
@@ -8,7 +9,7 @@ WRITTEN_SECTIONS = ("What changed", "Why it works")  # of a record's README
 
 def table(head: list[str], rows: list[list[str]], words: set[int] = {0}) -> str:
     """A Markdown table that a terminal shows well. The columns `words` are aligned left, numbers right."""
-    cells = [head, *([str(cell).replace("|", "\\|") for cell in row] for row in rows)]
+    cells = [head, *([plain(str(cell)) for cell in row] for row in rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(head))]
     rule = ["-" * width if i in words else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
 
@@ -18,6 +19,11 @@ def table(head: list[str], rows: list[list[str]], words: set[int] = {0}) -> str:
         return "| " + " | ".join(aligned) + " |"
 
     return "\n".join(line(row) for row in [head, rule, *cells[1:]])
+
+
+def plain(cell: str) -> str:
+    """A cell of a table that can neither end it nor begin a comment or HTML."""
+    return printable(cell).replace("\n", " ").replace("|", "\\|").replace("<", "&lt;")
 
 
 def section(name: str) -> re.Pattern:

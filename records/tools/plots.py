@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FormatStrFormatter, MaxNLocator
 from scipy import stats
 
+from data.shards import whole_file
 from records.tools.schedule import panels
 from records.tools.schema import RecordError, Run
 from records.tools.stats import SIGNIFICANCE, describe
@@ -41,6 +42,7 @@ STYLE = {
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
     # Text stays text, and the same runs give the same file.
     "svg.fonttype": "none", "svg.hashsalt": "records",
+    "text.parse_math": False,  # A name with a "$" is a name.
 }
 
 
@@ -277,8 +279,8 @@ def save(drawn: dict[str, Figure], folder: Path) -> list[Path]:
     for name, figure in drawn.items():
         for path, options in ((folder / f"{name}.png", {}),
                               (folder / f"{name}.svg", {"metadata": {"Date": None}})):
-            with plt.rc_context(STYLE):
-                figure.savefig(path, bbox_inches="tight", **options)
+            with plt.rc_context(STYLE), whole_file(path) as file:
+                figure.savefig(file, format=path.suffix[1:], bbox_inches="tight", **options)
             files.append(path)
         plt.close(figure)
     return files

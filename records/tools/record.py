@@ -11,22 +11,25 @@ import json
 import os
 import re
 import shlex
+import shutil
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from data.shards import whole_file
 from records.run.sources import hash_sources
 from records.tools import markdown
 from records.tools.history import NoHistory, sources_at
 from records.tools.logs import find_logs, read_bytes, read_log
 from records.tools.pool import require_sample, scores_text, summarize
 from records.tools.rules import check_rules, table_class, table_parameters
-from records.tools.schema import NUMBER, PACKED, RecordError, Run, check_fields
+from records.tools.schema import NUMBER, PACKED, RecordError, Run, check_fields, flatten
 from records.tools.stats import SIGNIFICANCE
 
 # Where record folders, `runs/`, `index.html` and the README with the table of records live.
 RECORDS = Path(__file__).parent.parent
 RECORD_SCHEMA = 3
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"    # of a folder
 FIELDS = {
     "schema": int, "title": str, "date": str, "contributors": list, "parent": str | None, "hardware": list,
     "driver": str | None, "versions": dict, "commit": str, "preset": str, "sources": str,
@@ -59,7 +62,7 @@ class Record:
     def readme(self) -> str:
         """The text of its README.md, "" where there is none."""
         path = self.folder / "README.md"
-        return path.read_text() if path.exists() else ""
+        return path.read_text("utf-8", "replace") if path.exists() else ""
 
     def sources(self) -> dict[str, bytes]:
         """What its runs ran, path -> contents.
@@ -82,13 +85,15 @@ def folders(root: Path) -> list[Path]:
 def load(folder: Path) -> Record:
     """The record in `folder`. RecordError unless its record.json is well-formed and its logs can be read."""
     folder = folder.resolve()  # its name counts, also where it is given as "."
+    if not re.fullmatch(NAME, folder.name):     # The page makes anchors of it.
+        raise RecordError(f"{folder}: a record's name has only letters, digits, '-', '_' and '.'")
     path = folder / "record.json"
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise RecordError(f"{folder}: no record.json; `python -m records new` makes a record of finished "
                           "runs") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("schema") not in (2, RECORD_SCHEMA):
         raise RecordError(f"{path}: these tools read a JSON object with schema 2 or {RECORD_SCHEMA}")
@@ -98,7 +103,13 @@ def load(folder: Path) -> Record:
     if unknown:
         raise RecordError(f"{path}: unknown {', '.join(unknown)}; schema {data['schema']} has no such fields")
     for run in [*data["runs"], *filter(None, [data.get("second")])]:
-        check_fields(run, RUN_FIELDS, f"{path}: a run")
+        check_fields(run if isinstance(run, dict) else {}, RUN_FIELDS, f"{path}: a run")
+    for name, kind in {"contributors": str, "hardware": str, "seeds": int, "chosen_with": int}.items():
+        if not all(type(item) is kind for item in data.get(name, [])):
+            raise RecordError(f"{path}: {name} holds more than {kind.__name__}")
+    flatten(data["versions"])
+    if data["parent"] is not None and not re.fullmatch(NAME, data["parent"]):
+        raise RecordError(f"{path}: parent {data['parent'][:40]!r} is no record's name")
     try:
         date.fromisoformat(data["date"])
     except ValueError:
@@ -176,7 +187,8 @@ def significance_line(data: dict) -> str:
 def pack_log(run: Run, folder: Path) -> None:
     """Put the run's log into `folder`, gzipped; the same log gives the same bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{run.label}{PACKED}").write_bytes(gzip.compress(read_bytes(run.path), mtime=0))
+    with whole_file(folder / f"{run.label}{PACKED}") as file:
+        file.write(gzip.compress(read_bytes(run.path), mtime=0))
 
 
 def run_again(folder: Path, header: dict) -> str:
@@ -196,7 +208,7 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
 
     `written` has the title and may have date, contributors, parent and chosen_with.
     """
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
+    if not re.fullmatch(NAME, name):
         raise RecordError(f"name {name!r}: letters, digits, '-' and '.' only, as it becomes a folder's name")
     if any(run.foreign for run in runs):
         raise RecordError("a record needs logs of this project's program; foreign logs go to stats, compare "
@@ -215,17 +227,27 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
     if broken := check_rules(data, runs, second):
         raise RecordError("; ".join(broken))
     require_sources(root, header)
-    for place, logs in (("runs", runs), (SECOND, [second] if second else [])):
-        for run in logs:
-            pack_log(run, folder / place)
-    (folder / "record.json").write_text(json.dumps(data, indent=2) + "\n")
-    (folder / "README.md").write_text(
-        f"# {written['title']}\n\n"
-        f"## What changed\n\n{changed or UNWRITTEN}\n\n"
-        f"## Why it works\n\n{why or UNWRITTEN}\n\n"
-        f"## Run it again\n\n    {run_again(folder, header)}\n\n"
-        f"## Result\n\n{markdown.marked('result', result_table(data))}\n")
+    try:
+        for place, logs in (("runs", runs), (SECOND, [second] if second else [])):
+            for run in logs:
+                pack_log(run, folder / place)
+        write_text(folder / "record.json", json.dumps(data, indent=2) + "\n")
+        write_text(folder / "README.md",
+                   f"# {written['title']}\n\n"
+                   f"## What changed\n\n{changed or UNWRITTEN}\n\n"
+                   f"## Why it works\n\n{why or UNWRITTEN}\n\n"
+                   f"## Run it again\n\n    {run_again(folder, header)}\n\n"
+                   f"## Result\n\n{markdown.marked('result', result_table(data))}\n")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder
+
+
+def write_text(path: Path, text: str) -> None:
+    """All of the file or nothing of it changes. Halves of characters become "?"."""
+    with whole_file(path) as file:
+        file.write(text.encode(errors="replace"))
 
 
 def require_sources(root: Path, header: dict) -> None:

@@ -13,7 +13,14 @@ from records.tools import markdown
 from records.tools.compare import compare, difference_text
 from records.tools.plots import figures, page_svg, progress_figure
 from records.tools.pool import devices_text, list_clashes, number_text
-from records.tools.record import Record, is_proven, load_all, result_table, significance_line
+from records.tools.record import (
+    Record,
+    is_proven,
+    load_all,
+    result_table,
+    significance_line,
+    write_text,
+)
 from records.tools.schema import RecordError, flatten
 from records.tools.stats import SIGNIFICANCE
 
@@ -21,6 +28,9 @@ MARKER = "records"
 HEAD = ["record", "date", "time (s)", "loss (nats/token)", "target", "n", "p", "machine", "preset", "by"]
 LEGEND = ("Mean ± standard deviation over n runs; p of the one-sided t-test of \"the mean loss is above the "
           "target\", for n > 1.")
+# Of what others wrote into a record nothing may run or be fetched, even where an escape was forgotten.
+POLICY = ("default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+          "form-action 'none'")
 STYLE_SHEET = Path(__file__).with_name("page.css")
 
 
@@ -59,13 +69,13 @@ def write(root: Path) -> tuple[Path, list[str]]:
         refresh(record.folder / "README.md", "result", result_table(record.data), notes)
     refresh(root / "README.md", MARKER, readme_table(records), notes)
     page = root / "index.html"
-    page.write_text(html_page(records))
+    write_text(page, html_page(records))
     return page, notes
 
 
 def refresh(path: Path, name: str, content: str, notes: list[str]) -> None:
     try:
-        path.write_text(markdown.replace_between(path.read_text(), name, content))
+        write_text(path, markdown.replace_between(path.read_text("utf-8"), name, content))
     except (FileNotFoundError, RecordError) as error:
         notes.append(f"{path}: not refreshed: {error}")
 
@@ -86,10 +96,11 @@ def html_page(records: list[Record]) -> str:
     body += [record_html(record, by_name.get(record.data["parent"])) for record in reversed(records)]
     # Without an icon the browser would ask a server for one.
     icon = base64.b64encode(b'<svg xmlns="http://www.w3.org/2000/svg"/>').decode()
-    return ('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>Records</title>\n'
+    return ('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n<title>Records</title>\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             f'<link rel="icon" href="data:image/svg+xml;base64,{icon}">\n'
-            f'<style>\n{STYLE_SHEET.read_text()}</style>\n'
+            f'<style>\n{STYLE_SHEET.read_text("utf-8")}</style>\n'
             "</head>\n<body>\n<main>\n<h1>Records</h1>\n" + "\n".join(body) + "\n</main>\n</body>\n</html>\n")
 
 

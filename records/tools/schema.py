@@ -11,6 +11,7 @@ from records.run import LOG_NAME
 
 LOG_SCHEMA = 1
 PACKED = ".jsonl.gz"  # how the name of a record's log ends
+MOST_DEEP = 8  # settings inside settings
 NUMBER = int | float
 # Field -> type, for each kind of line in a `log.jsonl`. `header` is the first line; `summary` or `stopped` is
 # the last.
@@ -30,6 +31,11 @@ LINES = {
     },
     "checkpoint": {"step": int, "ms": NUMBER, "bytes": int, "write_s": NUMBER},
     "stopped": {"step": int, "reason": str},
+}
+# Fields that older logs do not have, by kind of line.
+LATER = {
+    "header": {"host": str, "process": int}, "summary": {
+        "began": NUMBER, "ended": NUMBER, "paused_s": NUMBER, "data": dict, "changed_shards": list},
 }
 # What the step lines of the first logs did not say yet, and what then stands for it; windows are short and
 # long, blocks.
@@ -118,26 +124,34 @@ class Run:
         """Steps that the configuration asks for, `steps` + `extra_steps`; None where it does not say."""
         settings = flatten(self.header.get("config") or {})
         named = {last_part(key): value for key, value in settings.items()}
-        if not isinstance(named.get("steps"), int):
-            return None
-        return named["steps"] + (named.get("extra_steps") or 0)
+        steps, extra = named.get("steps"), named.get("extra_steps") or 0
+        return steps + extra if type(steps) is type(extra) is int else None
 
 
 def check_fields(data: dict, fields: dict[str, type], what: str) -> None:
     """RecordError unless `data` has every one of `fields` with its type."""
     for name, kinds in fields.items():
-        if name not in data or not isinstance(data[name], kinds):
+        if name not in data or not is_a(data[name], kinds):
             expected = getattr(kinds, "__name__", str(kinds)).replace("NoneType", "null")
             found = repr(data[name])[:40] if name in data else "nothing"
             raise RecordError(f"{what} needs {name!r} as {expected}, found {found}")
 
 
-def flatten(tree: dict, prefix: str = "") -> dict:
-    """Nested settings as one level: {"adam": {"lr": 1}} -> {"adam.lr": 1}."""
+def is_a(value: object, kinds: type) -> bool:
+    """As `isinstance`, but true and false are no numbers, nor is one with more than 18 digits."""
+    if isinstance(value, bool):
+        return isinstance(True, kinds) and not isinstance(1, kinds)
+    return isinstance(value, kinds) and not (isinstance(value, int) and abs(value) >= 10 ** 18)
+
+
+def flatten(tree: dict, prefix: str = "", deep: int = 0) -> dict:
+    """Nested settings as one level: {"adam": {"lr": 1}} -> {"adam.lr": 1}. RecordError if nested deeply."""
     flat = {}
+    if deep > MOST_DEEP:
+        raise RecordError(f"settings nested more than {MOST_DEEP} deep: {prefix[:40]}…")
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.", deep + 1)
         else:
             flat[f"{prefix}{key}"] = value
     return flat

@@ -5,6 +5,7 @@ import sys
 from itertools import product
 from pathlib import Path
 
+from data.errors import printable
 from records.run.settings import split_values
 from records.run.sources import hash_sources, project_sources
 from records.tools.launch import launch, with_settings
@@ -54,7 +55,7 @@ def sweep(command: str, settings: dict[str, list[str]], seeds: int, runs: Path, 
             added = {**combination, "seed": str(seed), "name": name}
             run = earlier_run(runs, name, added)
             if run:
-                print(f"{run.label}: done before, not repeated", file=sys.stderr)
+                print(printable(f"{run.label}: done before, not repeated"), file=sys.stderr)
             group.append(run or launch(with_settings(command, added), runs))
             if group[-1].diverged:
                 break
@@ -73,7 +74,7 @@ def earlier_run(runs: Path, name: str, added: dict[str, str]) -> Run | None:
         try:
             run = read_log(log)
         except RecordError as error:
-            print(f"passed over: {error}", file=sys.stderr)
+            print(printable(f"passed over: {error}"), file=sys.stderr)
             continue
         ended, last_words = run.finished or run.diverged, run.header["command"][-len(words):]
         if ended and run.name == name and last_words == words:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.errors import printable
 from records.tools.logs import find_logs, read_log
 from records.tools.record import Record, load_all, runs_folder
 from records.tools.schema import LOG_NAME, RecordError, Run
@@ -99,9 +100,10 @@ def watch(place: Path | None, root: Path, parent: Record | None, every_s: float 
     while True:
         size = shutil.get_terminal_size()
         silent_s = time.time() - log.stat().st_mtime
-        text = picture(run, parent, width=size.columns, height=max(3, min(12, size.lines - 8)))
+        text = picture(run, parent, width=max(24, size.columns), height=max(3, min(12, size.lines - 8)))
         if not (run.finished or run.stopped) and silent_s > SILENT_S:
             text += f"\nnothing was logged for {silent_s:.0f} s: the run compiles, validates, or has died"
+        text = printable(text)
         print(text if once else f"\x1b[2J\x1b[H{text}", flush=True)  # clear the screen, cursor to its corner
         if once or run.finished or run.stopped:
             return
