@@ -101,7 +101,7 @@ def marked_tokens(folder: str, count: int) -> np.ndarray | None:
         with np.load(path, allow_pickle=False) as saved:
             same = all(str(saved[split]) == fingerprint(folder, split) for split in ("train", "val"))
             marks = np.unpackbits(saved["marks"]).astype(bool)
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         print(f"WARNING: {path} is damaged ({error}) and was left out", file=sys.stderr)
         return None
     return marks[:count] if same and len(marks) >= count else None

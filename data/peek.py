@@ -164,8 +164,8 @@ def main() -> None:
         print(printable(table(shards)) + "\n")
         for folder in dict.fromkeys(shard.path.parent for shard in shards):
             if changed := Manifest(folder).changed():
-                raise DataError(f"{folder}: {', '.join(changed)} changed since manifest.json was written; fetch "
-                                "or make them again, or remove manifest.json if that is meant")
+                raise DataError(f"{folder}: {', '.join(changed)} changed since manifest.json was written; "
+                                "fetch or make them again, or remove manifest.json if that is meant")
         print(histogram(np.concatenate([shard.lengths for shard in shards])) + "\n")
         if training := [shard for shard in shards if shard.path not in find_shards(shard.path.parent, "val")]:
             lengths = np.concatenate([shard.lengths for shard in training])

@@ -15,17 +15,19 @@ class HubServer(ThreadingHTTPServer):
     """Serves `files` (name -> bytes) until the end of the `with` block.
 
     `faults` (name -> list) are used up one a request of a file's bytes: "cut" ends the connection at half,
-    "500" answers so, "short" leaves out the end of the file, "flip" changes one byte, "hang" never answers.
-    `head_faults` (name -> list of status codes) does the same for metadata. `sha256` False publishes no
-    SHA-256, `sizes` other sizes than the true ones. `requests` records (method, name, Range or None).
+    ("cut", n) after n bytes, "short" leaves out the end, "flip" changes one byte, "hang" never
+    answers, "slow" sends a tenth at a time, "loop" redirects to itself; a status, or (status, headers), is
+    the answer. `head_faults` takes statuses for metadata. `sha256` False publishes no SHA-256, `sizes` other
+    sizes than the true ones, `commit` another commit. `requests` records (method, name, Range or None).
     """
     daemon_threads = True
 
     def __init__(self, files: dict[str, bytes], delay: float = 0.0) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files, self.delay = files, delay
-        self.faults: dict[str, list[str]] = {}
-        self.head_faults: dict[str, list[int]] = {}
+        self.faults: dict[str, list] = {}
+        self.head_faults: dict[str, list] = {}
+        self.commit = COMMIT
         self.sizes: dict[str, int] = {}
         self.sha256 = True
         self.requests: list[tuple[str, str, str | None]] = []
@@ -57,17 +59,22 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
+    def refuse(self, fault: int | tuple[int, dict[str, str]]) -> None:
+        status, headers = fault if isinstance(fault, tuple) else (fault, {})
+        self.answer(status, {"Content-Length": "0"} | headers)
+
     def do_HEAD(self) -> None:
         hub, name = self.server, self.path.rsplit("/", 1)[1]
         hub.requests.append(("HEAD", name, None))
         if hub.head_faults.get(name):
-            return self.answer(hub.head_faults[name].pop(0), {"Content-Length": "0"})
+            return self.refuse(hub.head_faults[name].pop(0))
         content = hub.files.get(name)
         if content is None or "/datasets/kjj0/fineweb10B-gpt2/resolve/" not in self.path:
             return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT,
                                      "Content-Length": "0"})
         digest = hashlib.sha256(content).hexdigest() if hub.sha256 else hashlib.sha1(content).hexdigest()
-        self.answer(302, {"X-Repo-Commit": COMMIT, "X-Linked-Size": str(hub.sizes.get(name, len(content))),
+        self.answer(302, {"X-Repo-Commit": hub.commit,
+                          "X-Linked-Size": str(hub.sizes.get(name, len(content))),
                           "X-Linked-Etag": f'"{digest}"', "Location": f"{hub.store}/{name}",
                           "Content-Length": "0"})
 
@@ -79,8 +86,14 @@ class Handler(BaseHTTPRequestHandler):
         hub.requests.append(("GET", name, self.headers.get("Range")))
         time.sleep(hub.delay)
         content, fault = hub.files[name], (hub.faults.get(name) or [None]).pop(0)
-        if fault == "500":
-            return self.answer(500, {"Content-Length": "0"})
+        end = len(content) // 2 if fault == "cut" else None
+        if isinstance(fault, tuple) and fault[0] == "cut":
+            end = fault[1]
+        elif isinstance(fault, (int, tuple)):
+            return self.refuse(fault)
+        if fault == "loop":
+            hub.faults[name] = ["loop"]
+            return self.refuse((302, {"Location": f"{hub.store}/{name}"}))
         if fault == "hang":
             time.sleep(60)
         if fault == "short":
@@ -94,4 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         self.answer(206 if start else 200, headers)
-        self.wfile.write(content[start:len(content) // 2 if fault == "cut" else None])
+        piece = len(content) // 10 if fault == "slow" else len(content)
+        for at in range(start, len(content[:end]), piece):
+            self.wfile.write(content[at:at + piece][:None if end is None else end - at])
+            time.sleep(0.02 * (fault == "slow"))

@@ -34,6 +34,17 @@ def test_rows_of_classes():
     assert torch.equal(rows[:6], rows[6:]) and torch.equal(rows, of_classes)
     plain = ngrams.ngram_index(tokens, starts, (2, 3), 10_007)
     assert not torch.equal(plain[:6], plain[6:])
+    table = ngrams.NGrams((2, 3), 10_007, 16, 1, Collectives(1), torch.float32, torch.device("cpu"), classes)
+    assert torch.equal(table.index(ngrams.ngram_index, tokens, starts), rows)
+
+
+def test_all_rows_are_used_and_a_missing_token_is_none():
+    """Token 0 is another one than none before the start of a sequence, and every row can be found."""
+    one, two = (ngrams.ngram_index(torch.tensor(tokens), torch.arange(len(tokens)) == 0, (2,), 2 ** 30)
+                for tokens in ([5], [0, 5]))
+    assert one[-1] != two[-1]
+    rows = ngrams.ngram_index(torch.arange(200), torch.zeros(200, dtype=torch.bool), (2,), 7)
+    assert set(rows.tolist()) == set(range(7))
 
 
 def test_a_model_takes_classes_of_gpt2_alone():

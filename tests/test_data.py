@@ -174,7 +174,7 @@ def test_fineweb_resumes_a_cut_connection(hub, tmp_path):
     assert_whole(hub, tmp_path / "fineweb")
 
 
-@pytest.mark.parametrize("fault, words", [("500", "500 Internal Server Error"),
+@pytest.mark.parametrize("fault, words", [(500, "500 Internal Server Error"),
                                           ("short", "Consistency check failed"),
                                           ("flip", "not the one that the hub publishes")])
 def test_fineweb_tries_again(hub, tmp_path, fault, words):

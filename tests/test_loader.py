@@ -224,8 +224,10 @@ def test_candidates_depend_on_the_seed_and_the_step_alone(sampled, ranks):
     for a, b, c, d in zip(alone.batches(index), ahead, shares, other, strict=True):
         assert torch.equal(a.candidates, b.candidates) and torch.equal(a.candidates, c.candidates)
         assert torch.equal(a.tokens, d.tokens) and not torch.equal(a.candidates, d.candidates)
-    first, second = alone.batches(index)[:2]
-    assert not torch.equal(first.candidates, second.candidates)
+    for i, batch in enumerate(alone.batches(index)):        # a draw of its own for each micro-batch
+        generator, count = np.random.default_rng([config.seed, index, i]), len(batch.candidates)
+        drawn = sample_candidates(batch.targets.numpy(), count, config.padded_vocab, generator)
+        assert batch.candidates.tolist() == drawn.tolist()
 
 
 def test_candidates_of_a_small_vocabulary_are_all_and_off_means_none(config):
@@ -239,13 +241,13 @@ def test_candidates_of_a_small_vocabulary_are_all_and_off_means_none(config):
 
 def test_sample_candidates():
     """Each token that is no target is drawn as often as any other; more targets than places are refused."""
-    generator, targets, drawn = np.random.default_rng(0), np.array([7, 3, -1, 7], np.int32), np.zeros(50)
+    generator, targets, drawn = np.random.default_rng(0), np.array([7, 0, -1, 7], np.int32), np.zeros(50)
     for _ in range(2000):
         candidates = sample_candidates(targets, 14, 50, generator)
         assert len(candidates) == 14
         drawn[candidates] += 1
-    others, expected = np.delete(drawn, [3, 7]), 2000 * (14 - 2) / (50 - 2)
-    assert (drawn[[3, 7]] == 2000).all() and abs(others - expected).max() < 5 * expected ** 0.5
+    others, expected = np.delete(drawn, [0, 7]), 2000 * (14 - 2) / (50 - 2)
+    assert (drawn[[0, 7]] == 2000).all() and abs(others - expected).max() < 5 * expected ** 0.5
     with pytest.raises(ShardError, match="2 different targets in a batch with 1 candidates"):
         sample_candidates(targets, 1, 50, generator)
 
@@ -270,11 +272,15 @@ def test_an_error_in_the_thread_reaches_the_step(config):
 def test_validation_scores_every_token_once(config):
     text = open_shard(find_shards(config.data_path, "val")[0])
     for chunk in (256, 777, 4096):
-        scored = []
+        scored, starts = [], 0
         for batch in validation(replace(config, val_chunk=chunk)):
             assert len(batch.tokens) == chunk
             assert np.diff(batch.cu_seqlens).max() <= config.val_sequence_length
             scored.append(batch.targets[batch.targets >= 0])
+            begins = torch.isin(torch.arange(chunk), batch.cu_seqlens)
+            assert begins[batch.tokens == config.document_start].all()      # Documents never see each other.
+            starts += int((batch.tokens == config.document_start).sum())
+        assert starts == (text[:config.val_tokens] == config.document_start).sum()
         assert torch.cat(scored).tolist() == text[1:config.val_tokens + 1].tolist()
 
 

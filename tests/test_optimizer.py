@@ -88,6 +88,15 @@ def test_adam_against_its_textbook(config, cautious, betas):
         torch.testing.assert_close(p, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_adam_keeps_its_state_from_what_is_not_finite():
+    weight, first, second = torch.ones(3), torch.ones(3), torch.ones(3)
+    steps, lr, decay = torch.tensor(4.0), torch.tensor(1.0), torch.tensor(0.0)
+    rule = updates.Rule(torch.tensor(False), lr, decay, True)
+    updates.adam_update(updates.Master(weight, None), torch.full((3,), torch.nan), first, second, steps, rule,
+                        (0.9, 0.99))
+    assert steps == 4 and (weight == 1).all() and first.isfinite().all() and second.isfinite().all()
+
+
 @pytest.mark.parametrize("squares, length, rates", [(True, 32, [1.0, 1.0]), (True, 24, [1.0, 3.0]),
                                                     (False, 32, [2.0, 4.0])])
 @pytest.mark.parametrize("cautious, neuron_norm", [(True, True), (False, True), (True, False)])

@@ -125,7 +125,7 @@ def parse(text: str, path: Path) -> Run:
 def check_line(line: dict, where: str, first: bool) -> None:
     """RecordError unless `line` is of a known kind, in its place, with every field of the right type."""
     kind = line.get("kind") if isinstance(line, dict) else None
-    if kind not in LINES:
+    if not isinstance(kind, str) or kind not in LINES:
         raise RecordError(f"{where}: kind {kind!r}; a line of a {LOG_NAME} is one of {', '.join(LINES)}")
     if first != (kind == "header"):
         raise RecordError(f"{where}: {kind!r}, but a log begins with its one header line; "

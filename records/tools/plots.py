@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FormatStrFormatter, MaxNLocator
 from scipy import stats
 
+from data.errors import printable
 from data.shards import whole_file
 from records.tools.schedule import panels
 from records.tools.schema import RecordError, Run
@@ -48,6 +49,7 @@ STYLE = {
 
 def figures(groups: Groups) -> dict[str, Figure]:
     """File name -> figure, all that the groups' logs have data for."""
+    groups = {printable(name): runs for name, runs in groups.items()}
     with plt.rc_context(STYLE):
         drawn = {"loss-time": loss_figure(groups, "time"), "loss-tokens": loss_figure(groups, "tokens"),
                  "final-loss": final_loss_figure(groups), "step-time": step_time_figure(groups),
@@ -249,7 +251,7 @@ def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots()
-        for index, (name, points) in enumerate(series.items()):
+        for index, (name, points) in enumerate((printable(name), points) for name, points in series.items()):
             style = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
             shown = sorted(point for point in points if point[2])
             if shown:

@@ -1,0 +1,221 @@
+"""Mutated logs, records and shards, of which none may end in anything but an error of one line.
+
+    python -m tests.fuzz [N]        N of each kind, 10,000 if it is not given; tests/test_hostile.py tries 200
+
+Each starts as a whole file. Bytes are flipped, cut out, doubled or replaced, or a value of its JSON becomes
+another one that somebody might send: a huge number, a text with markup, a deep list.
+"""
+import copy
+import gzip
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from data import peek
+from data.errors import DataError
+from data.loader import Loader, StepShape, TextSettings
+from data.shards import Manifest, publish, write_shard
+from records.tools import check, pool, record, watch
+from records.tools.logs import read_log
+from records.tools.report import html_page
+from records.tools.schema import RecordError
+from tests.synthetic import MadeUp, made_up_lines
+
+EVIL = [
+    None, True, -1, 0, 10 ** 9, 10 ** 30, 1e308, -1e308, float("nan"), float("inf"), "", "x" * 5000,
+    "\x1b[2J\x07", "../../../x",
+    "<script>alert(1)</script>", "\"><img src=x onerror=alert(1)>", "$\\frac{1}$", "\ud800", "--output=x",
+    "a\nb | c <!-- /records -->", [], {}, [[]], [1, "2", None], {"": {"": {}}}, {"steps": 10 ** 9},
+    ["\x1b[31m"] * 3, [{"a": 1}] * 2,
+]
+FOREIGN = """import torch
+{rule}
+Running Python 3.11.10 (main) and
+Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8
+| NVIDIA-SMI 580.126.09    Driver Version: 580.126.09     CUDA Version: 13.0 |
+|   0  NVIDIA H100 80GB HBM3          On  |   00000000:61:00.0 Off |                    0 |
+{rule}
+step:0/3 val_loss:10.8258 train_time:0ms step_avg:0.03ms
+step:1/3 train_time:376ms step_avg:376.00ms
+step:2/3 train_time:596ms step_avg:298.00ms
+step:3/3 train_time:819ms step_avg:273.00ms
+step:3/3 val_loss:3.2796 train_time:819ms step_avg:273.00ms
+peak memory allocated: 37352 MiB reserved: 45542 MiB
+""".format(rule="=" * 100)
+
+
+def mutated_bytes(data: bytes, rng: random.Random) -> bytes:
+    """One to four changes of bytes, anywhere or in the first 200."""
+    data = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(max(1, rng.choice([len(data), min(len(data), 200)])))
+        length = rng.choice([1, 1, 2, 4, 30, 1000])
+        match rng.randrange(5):
+            case 0:
+                data[at:at + 1] = bytes([(data[at:at + 1] or b"\0")[0] ^ 1 << rng.randrange(8)])
+            case 1:
+                del data[at:at + length]
+            case 2:
+                data[at:at] = data[at:at + length]
+            case 3:
+                data[at:at + length] = rng.randbytes(length)
+            case 4:
+                del data[at:]
+    return bytes(data)
+
+
+def mutated_json(tree: object, rng: random.Random) -> object:
+    """A copy in which one value, at any depth, is an evil one, has another name, or is gone."""
+    tree = copy.deepcopy(tree)
+    place, key = tree, rng.choice(list(tree))
+    while isinstance(place[key], dict) and place[key] and rng.random() < 0.7:
+        place, key = place[key], rng.choice(list(place[key]))
+    match rng.randrange(6):
+        case 0:
+            del place[key]
+        case 1:
+            place[str(rng.choice(EVIL))] = place.pop(key)
+        case 2 if isinstance(place[key], list) and place[key]:
+            place[key][rng.randrange(len(place[key]))] = rng.choice(EVIL)
+        case _:
+            place[key] = rng.choice(EVIL)
+    return tree
+
+
+def mutated_log(rng: random.Random) -> bytes:
+    lines = [*LINES, {"kind": "stopped", "step": 3, "reason": "\x1b[31m loss is nan"}] if rng.random() < 0.1 \
+        else list(LINES)
+    if rng.random() < 0.7:
+        for _ in range(rng.randint(1, 2)):
+            at = rng.choice([0, 0, len(lines) - 1, rng.randrange(len(lines))])
+            lines[at] = mutated_json(lines[at], rng)
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    return mutated_bytes(text, rng) if rng.random() < 0.4 else text
+
+
+LINES = made_up_lines("fuzzed", 1, MadeUp(steps=12))
+
+
+def use_log(path: Path) -> None:
+    """What the tools do with one log: picture, statistics, clock, and what a record says of it."""
+    run = read_log(path)
+    watch.picture(run, None)
+    pool.summary_text(pool.summarize([run]))
+    if not run.foreign:
+        check.check_clock(run)
+        record.record_data([run], {"title": "t", "date": "2026-11-21", "contributors": [], "parent": None,
+                                   "commit": "0" * 40})
+
+
+def fuzz_log(folder: Path, rng: random.Random) -> None:
+    text = mutated_log(rng)
+    packed = rng.random() < 0.2
+    path = folder / ("log.jsonl.gz" if packed else "log.jsonl")
+    if packed:
+        text = gzip.compress(text, 1)
+        text = mutated_bytes(text, rng) if rng.random() < 0.5 else text
+    path.write_bytes(text)
+    use_log(path)
+
+
+def fuzz_foreign_log(folder: Path, rng: random.Random) -> None:
+    (folder / "a.txt").write_bytes(mutated_bytes(FOREIGN.encode(), rng))
+    use_log(folder / "a.txt")
+
+
+def fuzz_record(folder: Path, rng: random.Random) -> None:
+    """record.json beside whole logs, and logs with another header, checked and shown on a page."""
+    place = folder / "2026-11-21_fuzzed"
+    (place / "runs").mkdir(parents=True, exist_ok=True)
+    lines = list(LINES)
+    if rng.random() < 0.5:
+        lines[0] = mutated_json(lines[0], rng)
+    log = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    (place / "runs" / "a.jsonl.gz").write_bytes(gzip.compress(log, 1))
+    (place / "record.json").write_text(json.dumps(mutated_json(RECORD, rng)))
+    (place / "README.md").write_bytes(mutated_bytes(b"# T\n\n## What changed\n\n`a` <b>\n", rng))
+    one = record.load(place)
+    check.check(place)
+    if rng.random() < 0.01:     # Pictures take a second.
+        assert "<script" not in html_page([one]) and "onerror" not in html_page([one]).split("<")
+
+
+RECORD = {
+    "schema": 2, "title": "T", "date": "2026-11-21", "contributors": ["a"], "parent": None,
+    "hardware": ["NVIDIA H200"], "driver": "580", "versions": {"torch": "2.13"}, "commit": "0" * 40,
+    "preset": "made-up", "sources": "x", "target": 3.28, "seeds": [1], "mean_loss": 3.2, "standard_deviation_loss": None, "mean_time_s": 1.0,
+    "standard_deviation_time_s": None, "p_value": None,
+    "runs": [{"log": "runs/a.jsonl.gz", "sha256": "x", "seed": 1, "loss": 3.2, "time_s": 1.0}],
+}
+
+
+def fuzz_shard(folder: Path, rng: random.Random) -> None:
+    """A mutated shard, looked into and loaded as a training run does; sometimes its manifest instead."""
+    place = folder / "shards"
+    if not place.exists():
+        (place / "new").mkdir(parents=True)
+        tokens = np.random.default_rng(0).integers(0, 256, 4000)
+        tokens[::90] = 256
+        write_shard(place / "new" / "train_000000.bin", tokens)
+        write_shard(place / "new" / "val_000000.bin", tokens[:2000])
+        publish(place / "new", place)
+        ORIGINAL.update((p.name, p.read_bytes()) for p in place.iterdir() if p.is_file())
+    for name, contents in ORIGINAL.items():
+        (place / name).write_bytes(contents)
+    name = rng.choice([*ORIGINAL, "train_000000.bin", "val_000000.bin"])
+    if name == "manifest.json" and rng.random() < 0.5:
+        (place / name).write_text(json.dumps(mutated_json(json.loads(ORIGINAL[name]), rng)))
+    else:
+        (place / name).write_bytes(mutated_bytes(ORIGINAL[name], rng))
+    if rng.random() < 0.5:
+        (place / "manifest.json").unlink()
+    Manifest(place).changed()
+    shards, bos = peek.open_all([place / "train_000000.bin"])
+    peek.table(shards), peek.histogram(shards[0].lengths), peek.schedule_fit(shards[0].lengths, 4000, bos)
+    text = TextSettings(str(place), 257, 320, 256, 3, bool(rng.randrange(2)), 2, 0, 0)
+    list(Loader(text, [StepShape(512, 128, False)] * 3, 0, 1, None).batches(2))
+
+
+ORIGINAL: dict[str, bytes] = {}
+KINDS: dict[str, Callable[[Path, random.Random], None]] = {
+    "logs": fuzz_log, "foreign logs": fuzz_foreign_log, "records": fuzz_record, "shards": fuzz_shard,
+}
+
+
+def fuzz(kind: str, folder: Path, seeds: range) -> tuple[int, dict[int, BaseException]]:
+    """How many were refused, and by seed the errors that were not of one line."""
+    refused, broken = 0, {}
+    for seed in seeds:
+        try:
+            KINDS[kind](folder, random.Random(f"{kind} {seed}"))
+        except (RecordError, DataError) as error:
+            refused += 1
+            if "\n" in str(error):
+                broken[seed] = error
+        except Exception as error:
+            broken[seed] = error
+    return refused, broken
+
+
+def main() -> int:
+    count, failed = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000, 0
+    for kind in KINDS:
+        begin = time.time()
+        with tempfile.TemporaryDirectory() as folder:
+            refused, broken = fuzz(kind, Path(folder), range(count))
+        print(f"{kind}: {count:,} mutated, {refused:,} refused in one line, {len(broken)} broke a tool, "
+              f"{time.time() - begin:.0f} s")
+        for seed, error in list(broken.items())[:20]:
+            print(f"  seed {seed}: {type(error).__name__}: {error}")
+        failed += len(broken)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
