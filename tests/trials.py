@@ -41,7 +41,7 @@ def place(tmp_path) -> dict[str, Path | str]:
     (tmp_path / "shards").mkdir()
     publish(tmp_path / "new", tmp_path / "shards")
     (tmp_path / "README.md").write_text("<!-- records -->\n<!-- /records -->\né…\n", "utf-8")
-    (tmp_path / "text.txt").write_text("é…\nline\n" * 5000, "utf-8")
+    (tmp_path / "text.txt").write_text("".join(f"é… {i}\n" for i in range(9000)), "utf-8")
     return {"records": tmp_path / "records", "runs": tmp_path / "records/runs", "run": log.parent,
             "shards": tmp_path / "shards", "text": tmp_path / "text.txt", "out": tmp_path / "out",
             "short": " ".join(SHORT)}
