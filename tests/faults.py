@@ -52,7 +52,8 @@ surroundings | PYTHONWARNINGS=error, 16 commands | real processes | trials.py::t
 surroundings | output onto a full disk, 14 commands, with and without a buffer | /dev/full | trials.py::test_output_onto
 surroundings | output into `head`, 14 commands | closed pipe | trials.py::test_output_into
 surroundings | RANK, WORLD_SIZE, LOCAL_RANK wrong, no MASTER_ADDR | real processes | trials.py::test_variables
-surroundings | PYTHON missing or without torch, run.sh through a link | real processes | trials.py::test_run_sh
+surroundings | PYTHON missing or without torch, run.sh through a link | real processes | test_run_sh.py::test_another
+surroundings | Ctrl-C while run.sh installs | pseudo-terminal | test_run_sh.py::test_ctrl_c
 """
 
 

@@ -337,7 +337,8 @@ def test_a_step_hands_its_numbers_to_every_update(trainer, monkeypatch):
     step, seen = trainer.schedule.at(5), []
     for shard in trainer.optimizer.shards.values():
         monkeypatch.setattr(shard, "update", lambda ops, *numbers: seen.append([x.item() for x in numbers]))
-    trainer.step(step, trainer.loader.batches(5))
+    loss = trainer.step(step, trainer.loader.batches(5))
+    assert 5 < loss < 6         # nats a token, of an untrained model
     assert step.lr != 1 and len(seen) == len(trainer.optimizer.shards)
     assert all(numbers == pytest.approx([1, step.lr, step.momentum]) for numbers in seen)
 

@@ -2,6 +2,7 @@
 
 What needs a mounted file system is skipped where nobody may mount one.
 """
+import json
 import os
 import subprocess
 import sys
@@ -28,7 +29,6 @@ COMMANDS = {
     "timetable": "train_gpt.py --preset cpu --timetable 2", "help": "train_gpt.py --help",
     "train": "train_gpt.py {short} --data_path {shards}",
 }
-WRITERS = ["report", "plot", "text", "embedded", "train", "save"]
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_a_locale_without_these_letters(place, name):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_warnings_are_errors(place, name):
-    """Of Python itself: torch warns of its own affairs when it is imported."""
-    warnings = "error,default::DeprecationWarning,default::FutureWarning,default::UserWarning"
+    """Of our own making: torch warns of its own affairs, which are not ours."""
+    warnings = "error,ignore::DeprecationWarning,ignore::FutureWarning,ignore::UserWarning"
     assert attempt(name, place, PYTHONWARNINGS=warnings).returncode in (0, name == "check")
 
 
@@ -106,28 +106,14 @@ def bad_disk(request, tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", ["plot", "text", "embedded", "train"])
 def test_a_disk_that_takes_nothing_more(place, bad_disk, name):
     """What each tool writes: nothing half-written stays, and a run's log holds whole lines."""
-    import json
-    if name == "report":
-        place["records"] = bad_disk
-    if name == "report" and not os.access(bad_disk, os.W_OK):
-        return
-    if name in ("report",):
-        (bad_disk / "fill").write_bytes(b"x" * 60_000)
-    command = "train_gpt.py {short} --data_path {shards} --save {out}" if name == "save" else name
-    variables = {"RUNS_PATH": str(place["shards"])} if name == "save" else {}
-    if name == "train":
-        command = COMMANDS[name] + " --steps 600 --epochs 500 --val_every 0"
-    done = attempt(command, place, **variables)
-    if name == "report" and done.returncode == 0:               # A page without records is small.
-        return
-    one_line(done, str(bad_disk))
-    left = [p for p in bad_disk.rglob("*") if p.is_file() and p.name not in (".lock", "fill")]
-    logs = [p for p in left if p.name == "log.jsonl"]
+    longer = " --steps 600 --epochs 500 --val_every 0" if name == "train" else ""
+    one_line(attempt(COMMANDS[name] + longer, place), str(bad_disk))
+    left = [p for p in bad_disk.rglob("*") if p.is_file() and p.name != ".lock"]
     assert {p.suffix for p in left} <= {".jsonl", ".patch", ".png", ".svg"}, left
-    for log in logs:
+    for log in (p for p in left if p.name == "log.jsonl"):
         *whole, last = log.read_text().splitlines(keepends=True)
         assert all(json.loads(line) for line in whole)
 
@@ -164,17 +150,6 @@ def test_a_run_folder_that_vanishes(place):
 ], ids=str)
 def test_variables_of_a_launcher_that_are_wrong(place, variables, words):
     one_line(attempt("train", place, **variables), words)
-
-
-@pytest.mark.parametrize("python, status, words", [
-    ("/nowhere/python", 2, "PYTHON"), ("/usr/bin/python3", 2, "torch"), (sys.executable, 0, ""),
-], ids=["missing", "no torch", "through a link"])
-def test_run_sh_in_bad_surroundings(tmp_path, python, status, words):
-    (tmp_path / "link.sh").symlink_to(ROOT / "run.sh")
-    done = subprocess.run([tmp_path / "link.sh", "--preset", "cpu", "--explain"], cwd=tmp_path, timeout=100,
-                          env=environment(PYTHON=python), capture_output=True, text=True)
-    assert done.returncode == status and "Traceback" not in done.stderr
-    assert words in done.stderr and len(done.stderr.splitlines()) <= 1
 
 
 def test_the_page_in_a_browser(tmp_path):

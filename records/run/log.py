@@ -69,10 +69,13 @@ class RunLog:
         raise FileExistsError(errno.EEXIST, "too many runs of one name in one second", str(runs / name))
 
     def write(self, kind: str, **values: object) -> None:
-        """Add a line: a JSON object with the `kind` of line and these values."""
+        """Add a line: a JSON object with the `kind` of line and these values. None follows the last one."""
         if self.file is None:
             return
         with disk_errors(f"the run's log {self.path}"):
             self.file.write(json.dumps({"kind": kind} | values) + "\n")
             self.file.flush()
+            if kind in ("summary", "stopped"):      # the last line
+                self.file.close()
+                self.file = None
         self.steps += kind == "step"
