@@ -7,7 +7,8 @@
 #   ./run.sh doctor                 whether this machine is in order, and what is slow or broken if it is not
 # PYTHON=/path/to/python uses that interpreter and what is installed for it, and installs nothing.
 set -euo pipefail
-cd "$(dirname "$0")"
+cd "$(dirname "$(readlink -f "$0" 2>/dev/null || echo "$0")")"
+trap 'exit 130' INT     # pip ends on Ctrl-C as if it had failed, and what follows would start.
 
 die() { echo "run.sh: $*" >&2; exit 2; }
 
@@ -61,6 +62,8 @@ if [ "${1-}" = profile ]; then program=(-m records.tools.profile); shift; fi
 if [ "${1-}" = doctor ]; then program=(-m records.tools.doctor); shift; fi
 if [ -n "${PYTHON-}" ]; then
     python=$PYTHON
+    "$python" -c 'from importlib.util import find_spec as f; import sys; sys.exit(not (f("torch") and f("numpy")))' 2>/dev/null ||
+        die "PYTHON=$PYTHON is no Python with torch and numpy; install requirements.txt there, or unset PYTHON"
 else
     make_environment "$([ $tests = 1 ] && echo all || echo core)"
     python=.venv/bin/python

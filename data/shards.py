@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -133,8 +134,9 @@ class Manifest:
         try:
             known = json.loads(self.path.read_bytes()) if self.path.exists() else {"shards": {}}
             self.shards: dict[str, dict] = known["shards"]
-            for facts in self.shards.values():
-                if not (type(facts["tokens"]) is int and type(facts["sha256"]) is str):
+            for name, facts in self.shards.items():
+                plain = re.fullmatch(r"[\w.-]{1,200}", name)       # no path
+                if not (plain and type(facts["tokens"]) is int and type(facts["sha256"]) is str):
                     raise TypeError
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ShardError(f"{self.path} is damaged; remove it and run again: the shards are then checked "
@@ -149,7 +151,7 @@ class Manifest:
     def check_sizes(self, split: str) -> None:
         """ShardError if a shard of this split is missing, or has another size than when it was recorded."""
         for name, facts in self.shards.items():
-            path, expected = self.folder / Path(name).name, HEADER_BYTES + 2 * facts["tokens"]
+            path, expected = self.folder / name, HEADER_BYTES + 2 * facts["tokens"]
             if f"_{split}_" in f"_{name}" and (not path.is_file() or path.stat().st_size != expected):
                 found = f"has {path.stat().st_size:,} bytes" if path.is_file() else "is missing"
                 raise ShardError(f"{path} {found}, but manifest.json says {expected:,} bytes; fetch or make "
@@ -157,9 +159,8 @@ class Manifest:
 
     def changed(self) -> list[str]:
         """The names of recorded shards that are there with another SHA-256. Reads all of them."""
-        there = {name: self.folder / Path(name).name for name in self.shards}
-        return [name for name, path in there.items()
-                if path.is_file() and sha256_of(path) != self.shards[name]["sha256"]]
+        return [name for name, facts in self.shards.items()
+                if (self.folder / name).is_file() and sha256_of(self.folder / name) != facts["sha256"]]
 
 
 def sha256_of(path: Path) -> str:

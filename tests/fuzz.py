@@ -213,7 +213,7 @@ def main() -> int:
         print(f"{kind}: {count:,} mutated, {refused:,} refused in one line, {len(broken)} broke a tool, "
               f"{time.time() - begin:.0f} s")
         for seed, error in list(broken.items())[:20]:
-            print(f"  seed {seed}: {type(error).__name__}: {error}")
+            print(f"  seed {seed}: {type(error).__name__}: {str(error)[:200]}")
         failed += len(broken)
     return int(failed > 0)
 

@@ -326,6 +326,23 @@ def test_warm_up_leaves_no_trace(config):
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
+def test_a_warm_up_that_was_not_finite_does_not_stop_the_run(trainer):
+    snapshot = trainer.optimizer.snapshot()
+    trainer.optimizer.check_finite(torch.tensor(torch.nan))
+    trainer.optimizer.restore(snapshot)
+    assert trainer.optimizer.finite
+
+
+def test_a_step_hands_its_numbers_to_every_update(trainer, monkeypatch):
+    step, seen = trainer.schedule.at(5), []
+    for shard in trainer.optimizer.shards.values():
+        monkeypatch.setattr(shard, "update", lambda ops, *numbers: seen.append([x.item() for x in numbers]))
+    loss = trainer.step(step, trainer.loader.batches(5))
+    assert 5 < loss < 6         # nats a token, of an untrained model
+    assert step.lr != 1 and len(seen) == len(trainer.optimizer.shards)
+    assert all(numbers == pytest.approx([1, step.lr, step.momentum]) for numbers in seen)
+
+
 def test_warm_up_visits_every_kind(trainer, monkeypatch):
     seen = set()
     monkeypatch.setattr(train_gpt.Trainer, "step", lambda self, step, batches: seen.add(step.kind))

@@ -1,6 +1,9 @@
 """What run.sh installs and starts, on machines made up of an `nvidia-smi` and a Python that takes notes."""
+import os
+import pty
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,37 @@ def test_fast_attention_is_installed_where_every_gpu_is_hopper_or_newer(machine,
     assert ("flash-attn-4[cu13]==" in asked) == installs
     assert ("did not install (see above). Torch's own attention runs" in errors) == installs
     assert f"--nproc_per_node={len(capabilities.split())} train_gpt.py --preset cpu" in asked
+
+
+@pytest.mark.parametrize("python, status, words", [
+    ("/nowhere/python", 2, "is no Python with torch"), ("/bin/false", 2, "is no Python with torch"),
+    ("/bin/true", 0, ""),
+], ids=["missing", "no torch", "through a link"])
+def test_another_python_and_a_link(tmp_path, python, status, words):
+    (tmp_path / "link.sh").symlink_to(ROOT / "run.sh")
+    done = subprocess.run([tmp_path / "link.sh", "--explain"], cwd=tmp_path, env=environment(PYTHON=python),
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == status and words in done.stderr and len(done.stderr.splitlines()) == bool(words)
+
+
+def test_ctrl_c_while_pip_installs_starts_nothing(tmp_path):
+    """In a terminal of its own, where Ctrl-C reaches the script and pip, which says that it failed."""
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    script(tmp_path / ".venv/bin/pip", "")
+    script(tmp_path / ".venv/bin/python", f'echo "$@" >>{tmp_path}/asked\ntrap "exit 1" INT\nsleep 20 & wait\n')
+    variables = environment(PATH=f"/usr/bin:/bin:{Path(shutil.which('python3')).parent}")
+    del variables["PYTHON"]
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(tmp_path)
+        os.execve("./run.sh", ["./run.sh", "--preset", "cpu"], variables)
+    while not (tmp_path / "asked").exists():
+        time.sleep(0.05)
+    os.write(terminal, b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    os.close(terminal)
+    assert len((tmp_path / "asked").read_text().splitlines()) == 1 and not (tmp_path / ".venv/stamp").exists()
 
 
 def test_the_doctor_needs_no_data(machine):

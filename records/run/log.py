@@ -6,6 +6,7 @@ which the log's header names, `changes.patch` holds them.
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +21,15 @@ class LogError(Exception):
 
 
 @contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turn an OSError inside the block into a LogError about `what`."""
+def disk_errors(what: str, part: Path | None = None) -> Iterator[None]:
+    """Turn an OSError inside the block into a LogError about `what`. An error removes the folder `part`."""
     try:
         yield
-    except OSError as error:
+    except BaseException as error:
+        if part:
+            shutil.rmtree(part, ignore_errors=True)
+        if not isinstance(error, OSError):
+            raise
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
         raise LogError(f"cannot write {what}: {reason}; free some space or choose another place (RUNS_PATH "
                        "for logs, --write_log false for none)") from error
@@ -64,10 +69,13 @@ class RunLog:
         raise FileExistsError(errno.EEXIST, "too many runs of one name in one second", str(runs / name))
 
     def write(self, kind: str, **values: object) -> None:
-        """Add a line: a JSON object with the `kind` of line and these values."""
+        """Add a line: a JSON object with the `kind` of line and these values. None follows the last one."""
         if self.file is None:
             return
         with disk_errors(f"the run's log {self.path}"):
             self.file.write(json.dumps({"kind": kind} | values) + "\n")
             self.file.flush()
+            if kind in ("summary", "stopped"):      # the last line
+                self.file.close()
+                self.file = None
         self.steps += kind == "step"

@@ -171,11 +171,11 @@ def save_model(model, report, log) -> None:
     config, table = model.config, model.ngrams.table
     if config.save == LOG and not config.write_log:
         return
-    first = report.rank == 0
+    first, part = report.rank == 0, None
     if first:
         folder = log.path.parent / "model" if config.save == LOG else Path(config.save)
         part = folder.with_name(f"{folder.name}.part")
-    with disk_errors(f"the model to {folder}" if first else "the model"):
+    with disk_errors(f"the model to {folder}" if first else "the model", part):
         if first:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
@@ -201,7 +201,7 @@ def save_model(model, report, log) -> None:
                  "rows": 0 if table is None else len(table),
                  "vocabulary": VOCABULARIES.get(config.vocab_size)}
         scores = "".join(f"| {name}, nats a token | {loss:.4f} |\n" for name, loss in report.scores.items())
-        (part / "README.md").write_text(CARD.format(**facts, scores=scores))
+        (part / "README.md").write_text(CARD.format(**facts, scores=scores), "utf-8")
         write_json(part / "config.json", {"format": FORMAT, "version": VERSION, **facts,
                                           "scores": report.scores, "config": plain(config)})
         publish(part, folder)
@@ -223,8 +223,8 @@ def name_files(files: TensorFiles) -> None:
 def read_json(path: Path, form: str, version: int) -> dict:
     """The JSON object in a file, of this `form` and of a version that is known; UserError if it is not."""
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
         raise UserError(f"{path}: {reason}; this is no folder of a {form}") from None
     if not isinstance(data, dict) or data.get("format") != form:

@@ -29,7 +29,7 @@ from records.tools.stats import SIGNIFICANCE
 # Where record folders, `runs/`, `index.html` and the README with the table of records live.
 RECORDS = Path(__file__).parent.parent
 RECORD_SCHEMA = 3
-NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"    # of a folder
+NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"    # of a folder
 FIELDS = {
     "schema": int, "title": str, "date": str, "contributors": list, "parent": str | None, "hardware": list,
     "driver": str | None, "versions": dict, "commit": str, "preset": str, "sources": str,
