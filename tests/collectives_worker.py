@@ -14,7 +14,7 @@ def main() -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    assert can_copy(device, size)
+    assert can_copy(device)
     copies, nccl = PeerCopies(dist.group.WORLD), Collectives(size)
     torch.manual_seed(rank)
     for n in (8, 24_576, 1_179_648):

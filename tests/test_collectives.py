@@ -10,9 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
 from kernels.ranks import collectives
+from kernels.ranks import world as worlds
+from kernels.ranks.nodes import Nodes, groups
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -125,7 +128,76 @@ def test_one_rank_starts_nothing():
     assert alone.reduce_scatter(x, x) is alone.all_to_all(x, x) is None
     collectives.wait(None)
     assert alone.all_gathered(x) is x
-    assert not any(collectives.can_copy(torch.device("cpu"), size) for size in (1, 2))
+    assert not collectives.can_copy(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("count", "each"), [(2, 2), (2, 3), (3, 1), (1, 2)])
+def test_nodes_do_what_the_collectives_say(on_threads, count, each):
+    """Sums and gathers in two halves, inside a node and between nodes; again into the same places."""
+    size, n = count * each, 3
+    given = torch.randn(2, size, size * n, 5).bfloat16()
+    inside, between = ([SimpleNamespace(given={}, barrier=threading.Barrier(ranks)) for _ in range(groups)]
+                       for groups, ranks in ((count, each), (each, count)))
+
+    def work(rank: int, _) -> list:
+        node, place = divmod(rank, each)
+        halves = [collectives.PeerCopies(Group(place, each, inside[node])),
+                  collectives.PeerCopies(Group(node, count, between[place]))]
+        both, found = Nodes(*halves, halves[0].stream), []
+        for source in given:
+            summed, gathered = torch.zeros(n, 5).bfloat16(), torch.zeros(size * n, 5).bfloat16()
+            collectives.wait(both.reduce_scatter(summed, source[rank].clone()))
+            collectives.wait(both.all_gather(gathered, source[rank][:n].clone()))
+            found.append((summed, gathered))
+        return found
+
+    for rank, found in enumerate(on_threads(size, work)):
+        for source, (summed, gathered) in zip(given, found):
+            assert torch.equal(gathered, source[:, :n].flatten(0, 1))
+            wanted = source[:, rank * n:(rank + 1) * n].float().sum(0)
+            torch.testing.assert_close(summed.float(), wanted, rtol=0.02, atol=0.02)
+
+
+def of_four(rank: int, store: str) -> None:
+    """One of four processes, as the second of two nodes of two would be, or the first."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    halves = [collectives.Collectives(2, group) for group in groups(2)]
+    for x in (torch.arange(24.0).view(8, 3) * (rank + 1), torch.arange(4) + 2 ** rank):
+        found = []
+        for by in (collectives.Collectives(4), Nodes(*halves)):
+            part, whole = torch.zeros_like(x[:len(x) // 4]), torch.zeros_like(x)
+            collectives.wait(by.reduce_scatter(part, x.clone()))
+            collectives.wait(by.all_gather(whole, part + rank))
+            collectives.wait(by.all_reduce(part))
+            found.append((part, whole, by.all_gathered(part)))
+        assert all(map(torch.equal, *found))
+
+
+def test_nodes_agree_with_gloo(tmp_path):
+    torch.multiprocessing.start_processes(of_four, (str(tmp_path / "store"),), 4, start_method="fork")
+
+
+@pytest.mark.parametrize(("size", "here", "rank", "local", "chosen"), [
+    (4, 2, 3, 1, "Nodes"), (2, 2, 1, 1, "PeerCopies"), (2, 1, 1, 0, "Collectives"),
+    (6, 4, 5, 1, "Collectives"), (4, 2, 2, 1, "Collectives")])
+def test_what_ranks_choose(monkeypatch, size, here, rank, local, chosen):
+    """Copies inside machines that are alike, whose ranks are in order; and torch.distributed elsewhere."""
+    for name, value in (("LOCAL_WORLD_SIZE", here), ("LOCAL_RANK", local)):
+        monkeypatch.setenv(name, str(value))
+    world = object.__new__(worlds.World)
+    vars(world).update(rank=rank, size=size, device=torch.device("cuda", local), least=lambda x: int(x))
+    node, between = (SimpleNamespace(size=lambda n=n: n, rank=lambda: 0) for n in (here, size // here))
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    monkeypatch.setattr(worlds, "groups", lambda inside: (node, between))
+    monkeypatch.setattr(worlds, "side_stream", lambda _: None)
+    monkeypatch.setattr(worlds.dist, "group", SimpleNamespace(WORLD=node))
+    monkeypatch.setattr(collectives, "side_stream", lambda _: None)
+    monkeypatch.setattr(collectives.PeerCopies, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: local)
+    world.choose_collectives(copies=True)
+    assert type(world.collectives).__name__ == chosen and world.collectives.size == size
+    world.choose_collectives(copies=False)
+    assert type(world.collectives).__name__ == "Collectives"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

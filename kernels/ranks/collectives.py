@@ -54,14 +54,14 @@ def wait(work: Work) -> None:
 
 
 class Collectives:
-    """Collectives by torch.distributed.
+    """Collectives by torch.distributed, between the ranks of `group`: by default all of them.
 
     Each starts when the current stream comes to it and returns at once; `wait` for what it returns. With one
     rank nothing starts.
     """
 
-    def __init__(self, size: int):
-        self.size = size
+    def __init__(self, size: int, group: dist.ProcessGroup | None = None):
+        self.size, self.group = size, group
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that other ranks can read: make here what `all_gather` gathers and `reduce_scatter` sums."""
@@ -69,11 +69,11 @@ class Collectives:
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
         """shard (n, ...) = this rank's part of the sum over ranks of whole (size * n, ...)."""
-        return REDUCE_SCATTER(shard, whole, async_op=True) if self.size > 1 else None
+        return REDUCE_SCATTER(shard, whole, group=self.group, async_op=True) if self.size > 1 else None
 
     def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
         """whole (size * n, ...) = every rank's shard (n, ...), in rank order."""
-        return ALL_GATHER(whole, shard, async_op=True) if self.size > 1 else None
+        return ALL_GATHER(whole, shard, group=self.group, async_op=True) if self.size > 1 else None
 
     def all_gathered(self, x: Tensor) -> Tensor:
         """Every rank's x (n, ...) in rank order, (size * n, ...), to be used at once.
@@ -86,18 +86,25 @@ class Collectives:
 
     def all_reduce(self, x: Tensor) -> Work:
         """x becomes its sum over ranks."""
-        return dist.all_reduce(x, async_op=True) if self.size > 1 else None
+        return dist.all_reduce(x, group=self.group, async_op=True) if self.size > 1 else None
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """Part r of sent (size * n, ...) goes to rank r; received gets one part from each, in rank order."""
-        return dist.all_to_all_single(received, sent, async_op=True) if self.size > 1 else None
+        if self.size == 1:
+            return None
+        return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
 
 
-def can_copy(device: torch.device, size: int) -> bool:
-    """Whether all ranks are GPUs of one machine that see each other's memory."""
-    here = device.type == "cuda" and int(os.environ.get("LOCAL_WORLD_SIZE", 0)) == size > 1
-    others = (other for other in range(size) if other != device.index)
-    return here and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
+def ranks_here() -> int:
+    """How many ranks torchrun has started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def can_copy(device: torch.device) -> bool:
+    """Whether the ranks of this machine are several GPUs that see each other's memory."""
+    here = ranks_here() if device.type == "cuda" else 1
+    others = (other for other in range(here) if other != device.index)
+    return here > 1 and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
 
 
 class PeerCopies(Collectives):
@@ -109,8 +116,8 @@ class PeerCopies(Collectives):
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        super().__init__(group.size())
-        self.group, self.rank, self.stream = group, group.rank(), side_stream("copies")
+        super().__init__(group.size(), group)
+        self.rank, self.stream = group.rank(), side_stream("copies")
         self.memories: dict[int, object] = {}  # `_SymmetricMemory` by the address of what the others can read
         self.staging: dict[tuple[int, torch.dtype], Tensor] = {}  # buffers for the rest, by length
         # Fail now if the driver shares no memory.

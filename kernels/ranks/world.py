@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.ranks.collectives import Collectives, PeerCopies, can_copy
+from kernels.ranks.collectives import Collectives, PeerCopies, can_copy, ranks_here
+from kernels.ranks.nodes import Nodes, groups
 from kernels.ranks.watchdog import Watchdog
+from kernels.streams import side_stream
 
 
 class RankError(Exception):
@@ -51,13 +53,24 @@ class World:
         return int(value)
 
     def choose_collectives(self, copies: bool) -> None:
-        """Use the copy engines if that is wanted and possible."""
+        """Use the copy engines if that is wanted and possible: of all ranks, or inside nodes."""
+        # Every rank must choose the same. Nodes are of one size, and ranks are numbered node by node.
+        here = ranks_here()
+        in_order = self.size % here == 0 and self.rank % here == int(os.environ.get("LOCAL_RANK", 0))
+        alike = self.least(here) == here and in_order
+        copies = self.least(copies and alike and can_copy(self.device))
+        self.collectives = Collectives(self.size)
+        if not copies:
+            return
+        node, between = groups(here) if here < self.size else (dist.group.WORLD, None)
         try:
-            copies = copies and can_copy(self.device, self.size)
-            self.collectives = PeerCopies(dist.group.WORLD) if copies else Collectives(self.size)
+            self.collectives = PeerCopies(node)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise RankError(f"the GPUs cannot share memory ({reason}); use --peer_copies false") from None
+        if between is not None:
+            apart = Collectives(between.size(), between)
+            self.collectives = Nodes(self.collectives, apart, side_stream("copies"))
 
     def check_equal(self, tensors: dict[str, Tensor]) -> None:
         """RankError, on all ranks, if a tensor differs between ranks. Only hashes travel; the host waits."""

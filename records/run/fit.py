@@ -15,7 +15,7 @@ import torch
 
 from data.packing import round_up
 from data.shards import open_shard, shards_in
-from kernels.ranks.collectives import can_copy
+from kernels.ranks.collectives import can_copy, ranks_here
 from records.run.checks import check_machine
 from records.run.memory import Need, count
 from records.run.settings import UserError
@@ -34,7 +34,7 @@ class Fitting:
 
     def __init__(self, config, world, room: int, program):
         self.config, self.world, self.room, self.program = config, world, room, program
-        self.copies = config.peer_copies and can_copy(world.device, world.size)
+        self.copies = config.peer_copies and ranks_here() == world.size and can_copy(world.device)
         self.counted: dict[int, dict[int, Need]] = {}   # by micro-batches and val_chunk
 
     def need(self, choice) -> Need:
