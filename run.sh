@@ -68,7 +68,8 @@ else
     make_environment "$([ $tests = 1 ] && echo all || echo core)"
     python=.venv/bin/python
 fi
-if [ "${program[*]}" = "-m use.sample" ]; then exec "$python" "${program[@]}" "$@"; fi
+# A token of a small model is too little work for two threads, which would wait for each other.
+if [ "${program[*]}" = "-m use.sample" ]; then OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" "${program[@]}" "$@"; fi
 if [ $tests = 1 ]; then exec "$python" -m pytest -q -n 2 --dist loadfile tests "$@"; fi
 
 # Ranks: a power of two that the hardware has. The CPU's two ranks share its cores.

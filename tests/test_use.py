@@ -234,7 +234,9 @@ def test_score_as_a_command(trained, tmp_path, monkeypatch, capsys):
     nats, bits = map(float, re.search(told, said).groups())
     assert bits == pytest.approx(nats / math.log(2), abs=1e-3) and "(3 questions)" in said
     for words, part in (((tmp_path, "x.txt"), "no folder of a readable-speedrun-model"),
-                        ((trained[0], "x.txt"), "x.txt: no such file")):
+                        ((trained[0], "x.txt"), "x.txt: no such file"),
+                        ((trained[0],), "nothing to score"),
+                        ((trained[0], "x.txt", "--device", "tpu9"), "--device tpu9: ")):
         said, errors = run(*words)
         assert not said and len(errors.splitlines()) == 1 and part in errors
 

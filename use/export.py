@@ -21,7 +21,7 @@ from data.errors import DataError
 from kernels.loss.cross_entropy import SOFTCAP
 from kernels.ngrams import HASH
 from records.run.weights import TensorFiles, name_files, publish, write_json
-from use.model import PLAIN, Saved, add_options, choose_device, errors, load
+from use.model import PLAIN, Saved, choose_device, load, one_line
 from use.score import score_shards
 
 MODELING = Path(__file__).with_name("modeling_speedrun.py")
@@ -146,9 +146,7 @@ def main() -> None:
     option("--shards", type=Path, metavar="DIR", help="token shards, to measure the loss without the table")
     option("--tokens", type=int, metavar="N", help="of their validation text (default: as in training)")
     option("--positions", type=int, metavar="N", help="tokens that the model takes (default: as in training)")
-    add_options(parser)
-    options = parser.parse_args()
-    with errors("python -m use.export"):
+    with one_line(parser) as options:
         if options.out.exists():
             raise DataError(f"{options.out}: exists; choose another --out or remove it")
         changes = {} if options.positions is None else {"val_chunk": options.positions}

@@ -3,6 +3,7 @@
 Rows of the n-gram table are looked up in the files of the model, which are mapped into memory: a table of
 many billion numbers needs no room on the device, and of the host's memory only what is read.
 """
+import argparse
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,7 +119,7 @@ def vocabulary_of(facts: dict, given: Path | None) -> Bytes | BytePairs:
 
     UserError if it is neither, or of another size.
     """
-    if given is None and facts["vocabulary"] is None:
+    if given is None and facts.get("vocabulary") is None:
         raise UserError("the model's vocabulary has no name; give its file of ranks with --vocabulary")
     vocabulary, size = load_vocabulary(given or facts["vocabulary"]), facts["config"]["vocab_size"]
     if vocabulary.size != size:
@@ -133,7 +134,11 @@ def logits(x: Tensor, head: Tensor) -> Tensor:
 
 def choose_device(wanted: str) -> torch.device:
     """"cpu", "cuda", "cuda:1", or with "auto" the first GPU if there is one."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted)
+    wanted = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    try:
+        return torch.empty(0, device=wanted).device
+    except (RuntimeError, AssertionError) as error:     # torch built without CUDA asserts
+        raise UserError(f"--device {wanted}: {str(error).splitlines()[0]}; use auto or cpu") from None
 
 
 def latest_model() -> Path:
@@ -146,17 +151,13 @@ def latest_model() -> Path:
     return models[-1].parent
 
 
-def add_options(parser) -> None:
-    """The options that all commands here have."""
+@contextmanager
+def one_line(parser: argparse.ArgumentParser) -> Iterator[argparse.Namespace]:
+    """Run a command: gives its arguments, and ends expected failures in one line."""
     parser.add_argument("--vocabulary", type=Path, metavar="FILE", help="ranks, if the model's has no name")
     parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:1 (default: a GPU if any)")
-
-
-@contextmanager
-def errors(program: str) -> Iterator[None]:
-    """Expected failures end the program with one line."""
-    with one_line_errors(program):
+    with one_line_errors(parser, "folder") as options:
         try:
-            yield
+            yield options
         except UserError as error:
             raise DataError(str(error)) from None

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.errors import positive
+from data.errors import DataError, positive, printable
 from use.cache import Reader
-from use.model import PLAIN, Saved, add_options, choose_device, errors, latest_model, load, vocabulary_of
+from use.model import PLAIN, Saved, choose_device, latest_model, load, one_line, vocabulary_of
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float,
@@ -62,7 +62,7 @@ def sample(saved: Saved, prompt: np.ndarray, tokens: int, samples: int, seed: in
         after = reader.read(chosen[:, None].to(saved.model.device))
 
 
-def parse_arguments() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m use.sample", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
@@ -74,32 +74,32 @@ def parse_arguments() -> argparse.Namespace:
     option("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: all)")
     option("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest, P in all (default: 1)")
     option("--seed", type=int, default=0, help="default: %(default)s")
-    add_options(parser)
-    options = parser.parse_args()
-    if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
-        parser.error("--temperature and --top-k are at least 0, --top-p is above 0 and at most 1")
-    return options
+    return parser
 
 
 def main() -> None:
-    options = parse_arguments()
-    with errors("python -m use.sample"):
+    with one_line(arguments()) as options:
+        if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
+            raise DataError("--temperature and --top-k are at least 0, --top-p is above 0 and at most 1")
+        show = printable if sys.stdout.isatty() else str        # No sample steers the terminal.
         folder = options.folder or latest_model()
         # A document begins with its start token, which `encode` puts there.
-        room = 1 + len(options.prompt.encode()) + options.tokens
+        text = options.prompt.encode(errors="replace")
+        room = 1 + len(text) + options.tokens
         saved = load(folder, choose_device(options.device), **PLAIN, val_chunk=room)
         vocabulary = vocabulary_of(saved.facts, options.vocabulary)
-        prompt = vocabulary.encode(options.prompt.encode(errors="replace"))
+        prompt, text = vocabulary.encode(text), show(text.decode())
         began, told = time.perf_counter(), []
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        print(options.prompt, end="", flush=True)
+        print(text, end="", flush=True)
         for token in sample(saved, prompt, options.tokens, options.samples, options.seed,
                             options.temperature, options.top_k, options.top_p):
             told.append(token)
-            print(decoder.decode(vocabulary.decode(token[:1].numpy())), end="", flush=True)
+            print(show(decoder.decode(vocabulary.decode(token[:1].numpy()))), end="", flush=True)
         print(decoder.decode(b"", final=True))
         for others in torch.stack(told)[:, 1:].unbind(1):
-            print(f"{'-' * 80}\n{options.prompt}{vocabulary.decode(others.numpy()).decode(errors='replace')}")
+            other = vocabulary.decode(others.numpy()).decode(errors="replace")
+            print(f"{'-' * 80}\n{text}{show(other)}")
         seconds, count = time.perf_counter() - began, len(told) * options.samples
         print(f"{folder}: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} a second, on "
               f"{saved.model.device}", file=sys.stderr)

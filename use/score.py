@@ -27,7 +27,7 @@ from data.errors import DataError
 from data.loader import Batch, TextSettings, make_batch, scored_text, to_device
 from data.readers import Documents
 from data.vocabulary import BytePairs, Bytes
-from use.model import Saved, add_options, choose_device, errors, load, logits, vocabulary_of
+from use.model import Saved, choose_device, load, logits, one_line, vocabulary_of
 
 ROWS = 4096     # tokens whose logits are in memory at a time
 NAMES = ("ctx", "query", "question"), ("endings", "choices"), ("label", "gold", "answer")
@@ -142,7 +142,7 @@ def score_questions(saved: Saved, questions: Iterable[tuple[str, list[str], int]
     return len(questions), right, normalised
 
 
-def parse_arguments() -> argparse.Namespace:
+def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m use.score", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     option = parser.add_argument
@@ -153,11 +153,7 @@ def parse_arguments() -> argparse.Namespace:
     option("--tokens", type=int, metavar="N", help="of that text (default: as many as training scored)")
     option("--choices", "--hellaswag", type=Path, action="append", default=[], metavar="FILE",
            help="questions, one JSON object a line")
-    add_options(parser)
-    options = parser.parse_args()
-    if not (options.files or options.shards or options.choices):
-        parser.error("nothing to score: give a FILE, --shards or --choices")
-    return options
+    return parser
 
 
 def score_file(saved: Saved, vocabulary: Bytes | BytePairs, name: str, field: str) -> str:
@@ -174,8 +170,9 @@ def score_file(saved: Saved, vocabulary: Bytes | BytePairs, name: str, field: st
 
 
 def main() -> None:
-    options = parse_arguments()
-    with errors("python -m use.score"):
+    with one_line(arguments()) as options:
+        if not (options.files or options.shards or options.choices):
+            raise DataError("nothing to score: give a FILE, --shards or --choices")
         saved = load(options.folder, choose_device(options.device))
         if options.shards:
             tokens = options.tokens or saved.model.config.val_tokens

@@ -7,6 +7,8 @@
 - `machine.py`   facts about devices, driver and versions
 - `log.py`       the run's folder and the lines of its log
 - `progress.py`  the progress bar, a log line for each step, and the summary
+- `weights.py`   the folder of a trained model, which `use/` reads
+- `checkpoint.py`  all that a run needs to go on, written beside it
 """
 
 LOG_NAME, PATCH_NAME = "log.jsonl", "changes.patch"     # what a run's folder holds

@@ -249,5 +249,8 @@ def read_model(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return facts, read_tensors(folder / "model.safetensors")
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{index}: damaged; fetch or save the model again") from None
     return facts, {name: x for file in names for name, x in read_tensors(folder / Path(file).name).items()}
