@@ -1,26 +1,30 @@
 """The two headline quantities, pinned from outside: the validation loss and the clock.
 
-Each test names the faults that it is there to catch. They were tried one by one.
+Each test names the faults that it is there to catch. They were tried one by one, in copies of the program.
+N-grams of which the order does not count ("a b" = "b a") fail tests/kernels/test_ngram_table.py.
 """
+import json
 import subprocess
 import sys
-import time
+from collections import defaultdict
 from dataclasses import replace
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, TINY, environment
+from synthetic import write_run
 
 import train_gpt
-from data.loader import Loader
 from data.shards import find_shards
 from kernels.attention.flash import ATTENTION
 from kernels.ranks.collectives import Collectives
-from records.run import progress
-from records.run.clock import Clock
-from records.run.log import RunLog
+from records.tools.check import check_clock
+from records.tools.logs import read_log
 
 CPU = torch.device("cpu")
 
@@ -60,31 +64,32 @@ def test_the_validation_loss_against_a_scorer_of_our_own(config, trainer, monkey
 
 
 def test_no_later_token_changes_an_earlier_loss(config):
-    """By whole steps of the compiled model where there is a GPU. Fault: attention without `causal`."""
-    device = torch.device("cuda") if torch.cuda.is_available() else CPU
-    config = replace(config, compile=device.type == "cuda", attention="auto")
+    """By the compiled model of the speedrun where there is a GPU. Fault: attention that sees later tokens."""
+    device, n = CPU, 256
+    if torch.cuda.is_available():
+        device, n, config = torch.device("cuda"), 2048, replace(train_gpt.SPEEDRUN, ngram_rows=4096)
     model = train_gpt.GPT(config, device, Collectives(1))
     step = train_gpt.Schedule(config).validation(config.steps)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.2)
-    tokens, targets = (torch.randint(97, 123, (256,), dtype=torch.int32, device=device) for _ in range(2))
-    tokens[0] = 256
-    cu_seqlens = torch.tensor([0, 256], dtype=torch.int32, device=device)
-    none = torch.empty(0, dtype=torch.int32, device=device)
+    whole = dict(dtype=torch.int32, device=device)
+    tokens, targets = (torch.randint(97, 123, (n,), **whole) for _ in range(2))
+    tokens[0] = config.document_start
+    cu_seqlens, none = torch.tensor([0, n], **whole), torch.empty(0, **whole)
 
     def loss_before(place: int) -> float:
         """Of the tokens before `place`. Their targets stay what they are, whatever the tokens are."""
         wanted = targets.clone()
         wanted[place:] = -1
         with torch.no_grad():
-            return model(train_gpt.Batch(tokens, wanted, cu_seqlens, none, 256), step)[1].item()
+            return model(train_gpt.Batch(tokens, wanted, cu_seqlens, none, n), step)[1].item()
 
     for place in (40, 200):
         kept = loss_before(place)
-        tokens[place:] = torch.randint(97, 123, (256 - place,), dtype=torch.int32, device=device)
-        assert loss_before(place) == pytest.approx(kept, abs=1e-6)
+        tokens[place:] = torch.randint(97, 123, (n - place,), **whole)
+        assert loss_before(place) == pytest.approx(kept, rel=1e-6)
         tokens[place - 1] = 96
-        assert loss_before(place) != kept
+        assert loss_before(place) != pytest.approx(kept, rel=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["flash4", "varlen"])
@@ -114,80 +119,121 @@ def test_what_the_attention_libraries_are_asked_for(monkeypatch, backend):
 
 # The clock
 
-SLOW = """
+RANK = """
 import sys, time
 import train_gpt
-step, validate, final = train_gpt.Trainer.step, train_gpt.Trainer.validate, train_gpt.Optimizer.gather
 
-def slow(name, function, seconds):
-    def call(self, *words):
-        print(name, flush=True)
+def stamp(owner, name, seconds=0.0):
+    function = getattr(owner, name)
+    def call(*words):
+        begin = time.time()
         time.sleep(seconds)
-        return function(self, *words)
-    return call
+        result = function(*words)
+        sys.stdout.write(f"stamp {name} {begin} {time.time()}\\n")
+        return result
+    setattr(owner, name, call)
 
 train_gpt.Trainer.warm_up = lambda self: None
-train_gpt.Trainer.step = slow("step", step, 0.3)
-train_gpt.Trainer.validate = slow("validate", validate, 0.7)
-sys.exit(train_gpt.main(sys.argv[1:]))
+stamp(train_gpt, "train", float(sys.argv[1]))
+stamp(train_gpt.World, "barrier")
+stamp(train_gpt.Loader, "batches")
+stamp(train_gpt.Trainer, "step", 0.25)
+stamp(train_gpt.Optimizer, "gather", 0.25)
+stamp(train_gpt.Trainer, "validate", 0.5)
+sys.exit(train_gpt.main(sys.argv[2:]))
 """
 
 
-def test_the_clock_against_this_process_own(shards, tmp_path):
-    """A run in another process says when a step or a validation begins; each lasts a known time at least.
+class Span(NamedTuple):
+    """Of one call: seconds since the epoch, by the system's time."""
+    begin: float
+    end: float
 
-    Faults: the clock paused in every second step; begun after the first step; clock and laps both counting
-    90%; validation on it.
+
+@pytest.fixture(scope="module")
+def timed(shards, tmp_path_factory) -> tuple[list[dict[str, list[Span]]], dict[str, list[dict]]]:
+    """A run of two ranks, of which the second comes late: for each rank its calls, and the log by kind.
+
+    Every call takes a known time at least, so that a slow machine blurs nothing.
     """
-    words = ["--preset", "cpu", *TINY, "--data_path", str(shards), "--steps", "5", "--val_every", "4"]
-    run = subprocess.Popen([sys.executable, "-c", SLOW, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                           env=environment(RUNS_PATH=str(tmp_path)))
-    stamps = []
-    for line in run.stdout:
-        stamps.append((line.strip(), time.perf_counter()))
-        if line.startswith("validation loss"):
-            logged = float(line.split(" s (")[0].split()[-1])
-    assert run.wait() == 0
-    kinds = [name for name, _ in stamps if name in ("step", "validate")]
-    assert kinds == ["step"] * 4 + ["validate"] + ["step"] * 3 + ["validate"]
-    at = [time_s for name, time_s in stamps if name in ("step", "validate")]
-    timed = at[8] - at[0] - (at[5] - at[4])                             # without the first validation
-    assert logged == pytest.approx(timed, rel=0.04, abs=0.06) and timed > 7 * 0.3
+    folder = tmp_path_factory.mktemp("runs")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
+                          timeout=timedelta(seconds=60))
+    variables = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
+                     TORCHELASTIC_USE_AGENT_STORE="True", RUNS_PATH=str(folder))
+    words = ["--preset", "cpu", *TINY, "--steps", "5", "--extra_steps", "1", "--val_every", "4",
+             "--micro_batches", "2", "--batch_tokens", "256,512,768", "--data_path", str(shards)]
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(1.5 * rank), *words], cwd=ROOT, text=True,
+                              env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+    stamps, log = [defaultdict(list), defaultdict(list)], defaultdict(list)
+    try:
+        for rank, calls in zip(ranks, stamps):
+            output, errors = rank.communicate(timeout=180)
+            assert rank.returncode == 0, errors
+            for line in output.splitlines():
+                if line.startswith("stamp"):
+                    _, name, *times = line.split()
+                    calls[name].append(Span(*map(float, times)))
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for line in next(folder.glob("*/log.jsonl")).read_text().splitlines():
+        log[json.loads(line)["kind"]].append(json.loads(line))
+    return stamps, log
 
 
-class Quiet(RunLog):
-    """A log that keeps its lines."""
-
-    def __init__(self):
-        super().__init__("none", enabled=False)
-        self.lines = []
-
-    def write(self, kind: str, **values) -> None:
-        self.lines.append(kind)
+def start_of(calls: dict[str, list[Span]]) -> float:
+    """When the rank had met the others, before its first step."""
+    return max(barrier.end for barrier in calls["barrier"] if barrier.end <= calls["step"][0].begin)
 
 
-def test_what_is_on_the_clock_and_in_which_order(config, monkeypatch):
-    """Faults: ranks that do not begin together; batches made before the clock; the last gather off it."""
-    trainer, events = train_gpt.Trainer(config, train_gpt.World()), []
+def test_ranks_begin_together_and_read_nothing_before(timed):
+    """Faults: ranks that do not wait for each other; batches that are made before the clock starts."""
+    stamps, _ = timed
+    assert stamps[1]["train"][0].begin + 1.5 <= start_of(stamps[0])
+    for calls in stamps:
+        assert start_of(calls) == pytest.approx(start_of(stamps[0]), abs=1.0)
+        assert min(call.begin for call in calls["batches"]) >= start_of(calls)
 
-    def watch(owner, name: str, event: str) -> None:
-        function = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *words: events.append(event) or function(*words))
 
-    trainer.warm_up()
-    watch(train_gpt.World, "barrier", "barrier")
-    watch(Clock, "start", "start")
-    watch(Clock, "stop", "stop")
-    watch(Loader, "batches", "batch")
-    watch(train_gpt.Optimizer, "gather", "gather")
-    monkeypatch.setattr(progress, "tqdm", lambda **_: SimpleNamespace(
-        set_postfix=lambda **_: None, update=lambda: None, close=lambda: None))
-    train_gpt.train(trainer, Quiet(), {"startup_s": 0.0, "compile_s": 0.0})
-    assert events[:2] == ["barrier", "start"] and "batch" in events[2:]
-    points = [i for i, event in enumerate(events) if event == "stop"]
-    # Each pause comes right after a gather on the clock; the validation gathers for itself.
-    before = [[event for event in events[:i] if event != "batch"][-1] for i in points]
-    assert before[:-1] == ["gather"] * 3
+def test_the_clock_against_the_systems_time(timed):
+    """All from the start to the last validation counts, but for validations.
+
+    Faults: the clock paused in every second step; started after the first; clock and laps both counting 90%;
+    the gather before a validation left off the clock.
+    """
+    stamps, log = timed
+    calls, (summary,) = stamps[0], log["summary"]
+    assert [len(calls["step"]), len(calls["validate"])] == [6, 2]
+    wall = -start_of(calls)
+    for validate, line in zip(calls["validate"], log["validation"], strict=True):
+        gathers = [gather for gather in calls["gather"] if gather.end <= validate.begin]
+        last_step = max(step.end for step in calls["step"] if step.end <= validate.begin)
+        assert gathers and gathers[-1].begin >= last_step
+        assert line["time_s"] == pytest.approx(wall + validate.begin, rel=0.07)
+        wall -= validate.end - validate.begin
+    wall += calls["validate"][-1].end
+    assert wall > 8 * 0.25 and summary["time_s"] == pytest.approx(wall, rel=0.07)
+    assert summary["ended"] - summary["began"] - summary["paused_s"] == pytest.approx(wall, rel=0.07)
+    laps = [line["ms"] / 1000 for line in log["step"]]
+    assert all(lap > 0.97 * (step.end - step.begin) for lap, step in zip(laps, calls["step"], strict=True))
+    assert sum(laps) < summary["time_s"]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+@pytest.mark.parametrize("laps_too", [False, True])
+def test_a_record_with_a_slow_clock_is_refused(tmp_path, share, laps_too):
+    """Fault: a check that allows half the time, by the laps or by the system's time."""
+    run = read_log(write_run(tmp_path))
+    run.summary |= {"began": 1000.0, "ended": 1005.0 + run.summary["time_s"], "paused_s": 5.0}
+    for times in (run.validations, run.summary, *([{"time_s": run.steps["ms"]}] if laps_too else [])):
+        times["time_s"] *= share
+    run.summary["tokens_per_s"] /= share
+    problems = check_clock(run)
+    assert any("the system's time" in problem for problem in problems) == (share < 1)
+    assert any("ran outside the clock" in problem for problem in problems) == (share < 1 and not laps_too)
+    assert bool(problems) == (share < 1)
 
 
 # What a warm-up puts back
