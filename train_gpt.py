@@ -55,14 +55,15 @@ from kernels import optimizer as updates
 from kernels.gradients import gradient_of
 from kernels.ranks.collectives import Collectives, Work, wait
 from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, stops_of, timetable, timetable_text
-from kernels.ranks.world import RankError, World
+from kernels.ranks.world import RankError, World, launched
 from kernels.streams import beside, side_stream
 from records.run import settings
 from records.run.checkpoint import Keeper, check_saving, find, restore
-from records.run.checks import check_config, check_machine
+from records.run.checks import Backend, NGram, Part, Rows, check_config, check_device, check_machine
 from records.run.clock import Clock
 from records.run.explain import announcement, flops_per_token, rates, rates_text
 from records.run.fit import fit
+from records.run.kinds import Beta, Blocks, Count, Factor, Few, Positive, Seed, Share, Size, Steps, Tokens
 from records.run.log import LogError, RunLog
 from records.run.machine import device_name, ending_facts, machine_facts
 from records.run.progress import Diverged, Report, StepFacts, summarise
@@ -106,11 +107,11 @@ CPU_LAYERS = (                      # Every part of the table above, in 4 layers
 @dataclass(frozen=True)
 class Stage:
     """A part of the schedule. The stages share `Config.steps` equally."""
-    batch_tokens: int               # tokens a step, over all ranks
-    sequence_length: int            # Longer documents are cut to this many tokens.
-    windows: tuple[int, int]        # short and long attention window, in blocks of `window_block` tokens
-    lr_scale: float                 # multiplies every learning rate
-    multi_token: tuple[tuple[float, float], ...]    # loss weights of the next tokens: (first, last)
+    batch_tokens: Positive          # tokens a step, over all ranks
+    sequence_length: Tokens         # Longer documents are cut to this many tokens.
+    windows: tuple[Blocks, Blocks]  # short and long attention window, in blocks of `window_block` tokens
+    lr_scale: Factor                # multiplies every learning rate
+    multi_token: tuple[tuple[Factor, Factor], ...]  # loss weights of the next tokens: (first, last)
 
 
 SPEEDRUN_STAGES = (
@@ -133,45 +134,45 @@ class Config:
     """
     preset: str = ""                # "speedrun" with a GPU and "cpu" without, unless it is given
     name: str = ""                  # the run's folder; the preset's name if empty
-    seed: int = 0
-    runs: int = 1                   # runs in this process, which compiles once; seeds are seed, seed + 1, …
-    target: float = 3.28            # the validation loss that the run is after, in nats a token; for the log
+    seed: Seed = 0
+    runs: Positive = 1              # runs in this process, which compiles once; seeds are seed, seed + 1, …
+    target: Factor = 3.28           # the validation loss that the run is after, in nats a token; for the log
 
     # ---- Data
     data_path: str = ""             # folder of token shards: the flag, else $DATA_PATH, else the preset's
-    vocab_size: int = 50257         # The last token of the vocabulary starts every document.
-    epochs: int = 1                 # how often a token may be seen; a schedule that needs more is refused
+    vocab_size: Size = 50257        # The last token of the vocabulary starts every document.
+    epochs: Positive = 1            # how often a token may be seen; a schedule that needs more is refused
     # Sequences begin where documents do (@ClassicLarry #108). What a cut leaves over can be trained on as
     # well, which delays a second epoch. Where tokens last, that costs 0.019.
     keep_tails: bool = False
-    micro_batches: int = 8          # Every step is packed as so many micro-batches, on any number of ranks.
+    micro_batches: Positive = 8     # Every step is packed as so many micro-batches, on any number of ranks.
 
     # ---- Model. It also has ReLU² (So et al., arXiv 2109.08668), QK-norm (arXiv 2010.04245), logits bounded
     # by 23·sigmoid((z + 5)/7.5) (@ClassicLarry #181), MLP-out that starts at 0 (@Grad62304977), and learned
     # scalars: on Q, K, V and O, multiplied into the weights (@roeeshenberg #166), and on the stream.
     layers: tuple[Layer, ...] = SPEEDRUN_LAYERS
-    width: int = 768
-    head_dim: int = 128             # channels of a head's value
+    width: Size = 768
+    head_dim: Size = 128            # channels of a head's value
     # Queries and keys need fewer channels than values (@Glitchfix #344: 96 of 128). B: 3.1 s, with the scale.
-    qk_dim: int = 64
-    attention_scale: float = 0.15   # Normed queries and keys want a set factor (@leloykun, @YouJiacheng #72).
+    qk_dim: Size = 64
+    attention_scale: Factor = 0.15  # Normed queries and keys want a set factor (@leloykun, @YouJiacheng #72).
     # Half of each query and key turns with its position (arXiv 2104.09864), half matches by content alone.
-    rotary_share: float = 0.5
-    rotary_base: float = 1024.0
+    rotary_share: Share = 0.5
+    rotary_base: Factor = 1024.0
     # Slow rotations get slower as windows grow (arXiv 2309.00071; @ClassicLarry #122). A: 0.004, 0.7 s.
     yarn: bool = True
     # A hashed table of n-grams: head 0's values get a row for the last 2 tokens, head 1's for the last 3, …
     # Short contexts come by look-up, not by computation. Most parameters are here (kernels/ngrams/README.md;
     # @ClassicLarry #201; Cheng et al., arXiv 2601.07372). B: 0.103, 30 s; 0.036 on genuine FineWeb.
-    ngrams: tuple[int, ...] = (2, 3, 4, 5)
-    ngram_rows: int = 67_108_864    # each as wide as a head; 0: no table
+    ngrams: tuple[NGram, ...] = (2, 3, 4, 5)
+    ngram_rows: Rows = 67_108_864   # each as wide as a head; 0: no table
     # N-grams ignore case, accents and leading spaces (record 92 of the public speedrun). Worth 0.005 on `val`
     # and 0.006 on two other texts, one pair of runs. Only for GPT-2's vocabulary.
     ngram_classes: bool = False
     # A table with a row for each token is added to attention's values: its identity skips the layers above
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
-    gate_channels: int = 12         # A gate sees 12 channels of a token, or 6 of x and 6 of its value row.
+    gate_channels: Size = 12        # A gate sees 12 channels of a token, or 6 of x and 6 of its value row.
     # Each embedding gets a gated share of the one before, which frees heads that only looked one token back
     # (@ClassicLarry #130). A: 0.004, 0.6 s.
     smear: bool = True
@@ -188,73 +189,73 @@ class Config:
     # ---- Schedule. Batches grow (@varunneal #163), and so do windows (@hi_tysam). At first the loss counts a
     # second and a third next token (Gloeckle et al., arXiv 2404.19737; @varunneal #178). A: 0.010, 1.6 s.
     stages: tuple[Stage, ...] = SPEEDRUN_STAGES
-    steps: int = 1270               # of all stages together
-    extra_steps: int = 15           # after them, at the last stage's final values and with all logits
-    window_block: int = 128         # tokens
-    final_windows: tuple[int, int] = (6, 13)        # windows of the extra steps, in blocks
+    steps: Steps = 1270             # of all stages together
+    extra_steps: Steps = 15         # after them, at the last stage's final values and with all logits
+    window_block: Blocks = 128      # tokens
+    final_windows: tuple[Blocks, Blocks] = (6, 13)    # windows of the extra steps, in blocks
     # The embedding is the head's weight for so much of the steps (Press and Wolf, arXiv 1608.05859;
     # @varunneal #175); then both go on alone (@ClassicLarry #178). B: 0.015, 4.6 s against never tied.
-    tied_share: float = 2 / 3
-    cooldown: float = 0.6           # the share of the steps over which the learning rate falls linearly …
-    final_lr: float = 0.15          # … to this share of itself, not to zero (@YouJiacheng)
-    adam_every: int = 2             # Adam takes the gradients of two steps together (@ClassicLarry #136).
+    tied_share: Share = 2 / 3
+    cooldown: Share = 0.6           # the share of the steps over which the learning rate falls linearly …
+    final_lr: Share = 0.15          # … to this share of itself, not to zero (@YouJiacheng)
+    adam_every: Few = 2             # Adam takes the gradients of two steps together (@ClassicLarry #136).
     # Training computes logits for the targets and a sample that stands for all other tokens (Jean et al.,
     # arXiv 1412.2007; @devenpzak #360); validation is exact. It costs 0.004 of loss. A: 7.6 s in all.
-    softmax_samples: int = 8192     # 0: all tokens
+    softmax_samples: Count = 8192   # 0: all tokens
 
     # ---- Optimizer. Muon (Jordan et al., kellerjordan.github.io/posts/muon) moves a matrix by the orthogonal
     # matrix nearest to its momentum. bfloat16 weights keep their lost mantissa bits, n-gram rows do not.
-    muon_lr: float = 0.023
-    muon_momentum: tuple[float, float] = (0.85, 0.95)
-    momentum_warmup: int = 300      # steps from the first momentum to the second
-    momentum_cooldown: int = 50     # steps back again, at the end (@ClassicLarry #136)
-    muon_beta2: float = 0.9
-    muon_decay: float = 1.2         # times muon_lr squared, and the matrix's multiplier
-    polar_steps: int = 4            # of Newton-Schulz (Polar Express: Amsel et al., arXiv 2505.16932)
+    muon_lr: Factor = 0.023
+    muon_momentum: tuple[Beta, Beta] = (0.85, 0.95)
+    momentum_warmup: Positive = 300     # steps from the first momentum to the second
+    momentum_cooldown: Positive = 50    # steps back again, at the end (@ClassicLarry #136)
+    muon_beta2: Beta = 0.9
+    muon_decay: Factor = 1.2        # times muon_lr squared, and the matrix's multiplier
+    polar_steps: Few = 4            # of Newton-Schulz (Polar Express: Amsel et al., arXiv 2505.16932)
     # Scales rows first, which saves one of 5 steps at the same loss (arXiv 2208.03160, arXiv 2512.04632).
     aol: bool = True
     # NorMuon divides each neuron's update by its running size (Li et al., arXiv 2510.05491). A: 0.015, 2.6 s.
     neuron_norm: bool = True
-    adam_lr: float = 0.008
-    value_lr: float = 150.0         # of the value embeddings, times adam_lr
-    ngram_lr: float = 75.0          # of the n-gram table, times adam_lr
-    ngram_beta2: float = 0.99
-    ngram_block: int = 16           # neighbouring columns of an n-gram row share a mean square; worth 0.005
-    adam_decay: float = 0.005       # times adam_lr squared, and the group's two multipliers
+    adam_lr: Factor = 0.008
+    value_lr: Factor = 150.0        # of the value embeddings, times adam_lr
+    ngram_lr: Factor = 75.0         # of the n-gram table, times adam_lr
+    ngram_beta2: Beta = 0.99
+    ngram_block: Positive = 16      # neighbouring columns of an n-gram row share a mean square; worth 0.005
+    adam_decay: Factor = 0.005      # times adam_lr squared, and the group's two multipliers
     # At the end weights are mixed with their moving averages, which are less noisy (record 92 of the public
     # speedrun). Worth 0.004 to 0.009 by the weights of one run; no whole run was timed with it yet.
-    average_steps: int = 0          # the last steps, whose weights are averaged; 0: none
-    average_every: int = 5          # steps
-    average_share: float = 0.65     # of the average in the mixture
+    average_steps: Count = 0        # the last steps, whose weights are averaged; 0: none
+    average_every: Positive = 5     # steps
+    average_share: Share = 0.65     # of the average in the mixture
     # Weights decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154). A: even.
     cautious: bool = True
 
     # ---- Validation
-    val_tokens: int = 10_485_760    # the first tokens of the validation stream, all of which are scored
-    val_every: int = 250            # steps; 0: only at the end
-    val_chunk: int = 65_536         # tokens a forward pass: memory depends on it, the result does not
-    val_sequence_length: int = 16_384               # Longer documents are scored in pieces.
-    val_window: int = 20            # blocks of the long window in the last validation (@ClassicLarry #127)
+    val_tokens: Positive = 10_485_760   # the first tokens of the validation stream, all of which are scored
+    val_every: Count = 250          # steps; 0: only at the end
+    val_chunk: Tokens = 65_536      # tokens a forward pass: memory depends on it, the result does not
+    val_sequence_length: Tokens = 16_384            # Longer documents are scored in pieces.
+    val_window: Blocks = 20         # blocks of the long window in the last validation (@ClassicLarry #127)
     # Other texts to score after the run, off the clock: name=FOLDER:TOKENS, or name:TOKENS for a folder that
     # may lie beside the shards. `val` alone flatters the n-gram table (records/measuring.md).
     score: tuple[str, ...] = ()
 
     # ---- Machine
-    attention: str = "auto"         # "flash4", "varlen", "plain", or the fastest that runs here
+    attention: Backend = "auto"     # "flash4", "varlen", "plain", or the fastest that runs here
     # Parts that run in FP8 where the GPU can, or "none" (kernels/fp8/formats.py; the head: @YouJiacheng; all:
     # @Glitchfix #344, @devenpzak #360). A: 5.9 s for the MLP and 1.5 s for attention, at the same loss.
-    fp8: tuple[str, ...] = ("head", "attention", "mlp")
+    fp8: tuple[Part, ...] = ("head", "attention", "mlp")
     reference: tuple[str, ...] = ()                 # fields of `Ops` that run their reference, or "all"
     compile: bool = True            # torch.compile of references, on GPUs
     capture: bool = True            # Each kind of step is one CUDA graph. A: at first 13 ms a step, not 37.
     overlap: bool = True            # Collectives run under computation. A: 12.7 ms a step, not 13.9.
     peer_copies: bool = True        # Collectives are copies between GPUs that see each other; false: by NCCL.
     doctor: bool = False            # Look at the machine first (./run.sh doctor); the log gets the figures.
-    check_ranks: int = 0            # Compare the ranks' weights, by hashes, every so many steps; 0: never.
+    check_ranks: Count = 0          # Compare the ranks' weights, by hashes, every so many steps; 0: never.
     deterministic: bool = False     # The same bits in every run, also of attention's backward pass; slower.
     write_log: bool = True          # Write a run folder under `records/runs`.
     checkpoint: str = ""            # folder for checkpoints of training (records/run/checkpoint.py), …
-    checkpoint_every: int = 0       # … one after so many steps (0: none) …
+    checkpoint_every: Count = 0     # … one after so many steps (0: none) …
     checkpoint_on_stop: bool = False                # … and one where SIGTERM or Ctrl-C stops the run
     resume: str = ""                # Go on from the newest checkpoint in this folder.
     save: str = ""                  # folder for the trained model (`use/`); "log": `model` beside the log
@@ -968,6 +969,7 @@ class Trainer:
 
     def __init__(self, config: Config, world: World):
         check_machine(config, world.size)
+        check_device(config, world.device)
         self.config, self.world = config, world
         world.choose_collectives(config.peer_copies)
         self.schedule = Schedule(config)
@@ -1160,8 +1162,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run from a command line; returns the exit status. Expected failures end in one line, from rank 0."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)       # torchrun passes Ctrl-C on as this.
     sys.stdout.reconfigure(line_buffering=True)     # A full disk then shows here, and not at the end.
-    rank = int(os.environ.get("RANK", 0))
+    rank = 0
     try:
+        rank, _, _ = launched()
         config, options = parse(sys.argv[1:] if argv is None else argv)
         if options["timetable"] is not None or options["explain"]:
             explain(config, options["timetable"] or config.micro_batches, options["timetable"] is not None)

@@ -114,7 +114,10 @@ def shards_in(folder: str, split: str) -> list[Path]:
     """As `find_shards`. ShardError if there are none, if the folder's name is empty, or if the shards have
     not the number and the sizes that the folder's manifest says.
     """
-    paths = find_shards(Path(folder), split) if folder else []
+    try:
+        paths = find_shards(Path(folder), split) if folder else []
+    except OSError:     # The name is too long.
+        paths = []
     if not paths:
         raise ShardError(f"no {split} shards (*{split}_*.bin) in {folder or 'an unset DATA_PATH'}; set "
                          "DATA_PATH to a folder that python -m data.fineweb or data.text has filled, or "

@@ -125,30 +125,6 @@ def test_too_few_tokens(tmp_path):
     assert re.search(said, result.stdout), result.stderr
 
 
-@pytest.mark.parametrize("arguments, parts", [
-    (["--stepz", "3"], ["unknown setting '--stepz'", "--steps"]),
-    (["--mount_lr=3"], ["unknown setting", "--muon_lr"]),
-    (["--steps", "many"], ["--steps many", "expected a value like"]),
-    (["--fp8", "1"], ["--fp8 1: choose of head, attention, mlp, or none"]),
-    (["--fp8", "head,tail"], ["--fp8 tail: choose of head, attention, mlp, or none"]),
-    (["--fp8", "true"], ["--fp8 true", "expected names with commas between them, or none"]),
-    (["--reference", "fish"], ["--reference fish: choose of lookup, smear", "row_adam, all, or none"]),
-    (["--windows", "(1, 3), (3, 7)"], ["--windows has 2 values", "there are 3 stages", "give one a stage"]),
-    (["--batch_tokens", "1000,2048,3072"], ["--batch_tokens 1000", "use 896"]),
-    (["--val_chunk", "100"], ["--val_chunk 100 is smaller than --val_sequence_length 256"]),
-    (["--preset", "huge"], ["--preset huge", "speedrun, corpus, cpu"]),
-    (["--attention", "flash9"], ["--attention flash9", "auto, flash4, varlen, plain"]),
-    (["--ngram_rows", "2000000000"], ["--ngram_rows 2000000000", "at most 1073741824"]),
-    (["--softmax_samples", "-1"], ["--softmax_samples -1", "0 for all"]),
-    (["--steps", "2"], ["--steps 2", "at least one step"]),
-    (["--runs", "0"], ["--runs 0", "at least 1"]),
-])
-def test_bad_settings(arguments, parts):
-    with pytest.raises(train_gpt.UserError) as error:
-        train_gpt.parse_config([*SHORT, *arguments])
-    assert all(part in str(error.value) for part in parts) and "\n" not in str(error.value)
-
-
 def test_a_bad_setting_from_outside():
     refused(command("--stepz", "3"), "unknown setting '--stepz'", "--steps")
 

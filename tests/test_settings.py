@@ -1,9 +1,13 @@
 """A command line becomes a configuration: of made-up settings, since this part does not know the program."""
 from dataclasses import dataclass
+from typing import Annotated
 
 import pytest
 
-from records.run.settings import UserError, change, flat, parse, parse_value, split_values
+from records.run.kinds import Between, Misfit, OneOf, Positive, Share, fit, words
+from records.run.settings import UserError, change, check, flat, parse, read, split_values
+
+Part = Annotated[str, OneOf(("head", "attention", "mlp"))]
 
 
 @dataclass(frozen=True)
@@ -13,7 +17,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stage:
-    batch_tokens: int
+    batch_tokens: Positive
     windows: tuple[int, int]
     lr_scale: float
     multi_token: tuple[tuple[float, float], ...]
@@ -23,12 +27,13 @@ class Stage:
 class Config:
     preset: str = "small"
     data_path: str = "here"
-    steps: int = 30
+    steps: Positive = 30
     lr: float = 0.5
     smear: bool = True
     lengths: tuple[int, ...] = (2, 3)
-    fp8: tuple[str, ...] = ("head", "mlp")
+    fp8: tuple[Part, ...] = ("head", "mlp")
     reference: tuple[str, ...] = ()
+    limit: int | None = None
     layers: tuple[Layer, ...] = (Layer(), Layer(wide=True))
     stages: tuple[Stage, ...] = (Stage(64, (1, 3), 1.0, ((1, 1), (0.5, 0.0))),
                                  Stage(128, (3, 7), 1.5, ((1, 1),)))
@@ -70,18 +75,19 @@ def test_a_column_of_the_stages_takes_a_value_a_stage():
 @pytest.mark.parametrize("argv, message", [
     (["--windows", "(1,3),(3,7),(5,11)"], "--windows has 3 values, but there are 2 stages; give one a stage"),
     (["--batch_tokens", "64"], "--batch_tokens has 1 value, but there are 2 stages; give one a stage"),
-    (["--windows", "1,3"], r"--windows 1,3: expected a value like \(1, 3\)"),
-    (["--batch_tokens", "64,many"], "--batch_tokens 64,many: expected a value like"),
+    (["--windows", "1,3"], "--windows 1,3: expected 2 values in brackets, each a whole number in place of 1"),
+    (["--batch_tokens", "64,many"], "--batch_tokens 64,many: expected a list, each a whole number from 1"),
+    (["--batch_tokens", "64,0"], "--batch_tokens 64,0: expected a whole number from 1 to .* in place of 0"),
     (["--stages", "3"], "unknown setting '--stages'"),
     (["--layers", "3"], "unknown setting '--layers'"),
     (["--stepz", "3"], "unknown setting '--stepz'; the nearest is --steps"),
     (["--step=3"], "unknown setting '--step=3'; the nearest is --steps"),
-    (["--steps", "many"], "--steps many: expected a value like 30"),
-    (["--steps", "1.5"], "--steps 1.5: expected a value like 30"),
-    (["--smear", "1"], "--smear 1: expected a value like True"),
-    (["--fp8", "false"], "--fp8 false: expected names with commas between them, or none"),
+    (["--steps", "many"], "--steps many: expected a whole number from 1"),
+    (["--steps", "1.5"], "--steps 1.5: expected a whole number from 1"),
+    (["--smear", "1"], "--smear 1: expected true or false"),
+    (["--fp8", "false"], "--fp8 false: expected a name out of head, attention, mlp"),
     (["--preset", "huge"], "--preset huge: choose small, large"),
-    (["--timetable", "many"], "--timetable many: expected a number of ranks"),
+    (["--timetable", "many"], "--timetable many: expected a whole number"),
 ])
 def test_what_is_refused(argv, message):
     with pytest.raises(UserError, match=message) as error:
@@ -109,7 +115,8 @@ def test_help_names_every_setting(capsys):
         parsed("--help")
     printed = capsys.readouterr().out
     assert all(f"--{name} " in printed for name in ("steps", "batch_tokens", "multi_token", "fp8", "preset"))
-    assert "default of small: (64, 128)" in printed and "--stages" not in printed
+    assert "default of small: (64, 128); a list, each a whole number from 1" in " ".join(printed.split())
+    assert "--stages" not in printed
 
 
 def test_a_log_has_the_stages_as_columns():
@@ -124,7 +131,7 @@ def test_one_stage():
     assert change(only, batch_tokens=(7,)).stages[0].batch_tokens == 7
     with pytest.raises(UserError, match="--batch_tokens has 2 values, but there is 1 stage"):
         change(only, batch_tokens=(7, 8))
-    assert parse_value("batch_tokens", "7", (64,)) == (7,)
+    assert read("batch_tokens", "7", tuple[int, ...]) == (7,)
 
 
 def test_commas_inside_brackets_belong_to_a_value():
@@ -134,3 +141,44 @@ def test_commas_inside_brackets_belong_to_a_value():
 def test_lists_of_names_add_up_and_of_other_flags_the_last_one_counts():
     config = parsed("--reference", "a=x:1", "--steps", "1", "--reference", "b:2,c:3", "--steps", "2")
     assert config.reference == ("a=x:1", "b:2", "c:3") and config.steps == 2
+
+
+@pytest.mark.parametrize("kind, right, wrong, said", [
+    (int, [0, -5, 2 ** 63 - 1], [True, 1.0, "1", 2 ** 63, None], "a whole number"),
+    (float, [0, 0.5, 2 ** 900], [True, "1", float("nan"), float("inf"), 10 ** 400], "a number"),
+    (bool, [True], [1, None], "true or false"),
+    (Positive, [1], [0, -1, 1.0], "a whole number from 1 to 1,000,000,000"),
+    (Share, [0, 1.0], [-1e-9, 2, float("nan")], "a number from 0 to 1"),
+    (Part, ["mlp"], ["", "tail", 1], "a name out of head, attention, mlp"),
+    (tuple[Part, ...], [(), ("mlp", "head")], ["mlp", ["mlp"]],
+     "names out of head, attention, mlp with commas between them, or none"),
+    (tuple[Share, Share], [(0, 1)], [(0,), (0, 1, 1), 0.5],
+     "2 values in brackets, each a number from 0 to 1"),
+    (tuple[Annotated[int, Between(1, 6)], ...], [(), (6,)], [3], "a list, each a whole number from 1 to 6"),
+    (int | None, [None, 3, "anything"], [], "a value"),
+])
+def test_kinds(kind, right, wrong, said):
+    assert words(kind) == said and all(fit(value, kind) == value for value in right)
+    for value in wrong:
+        with pytest.raises(Misfit) as error:
+            fit(value, kind)
+        assert error.value.args == (said, value) or value != value
+
+
+def test_a_whole_number_becomes_a_float():
+    assert [type(x) for x in fit((1, 0.5), tuple[float, float])] == [float, float]
+
+
+def test_what_is_made_in_python_is_checked():
+    check(PRESETS["small"])
+    for changes, said in (({"lr": "fast"}, "--lr fast: expected a number"),
+                          ({"lengths": (2, 0.5)}, r"--lengths \(2, 0.5\): .* in place of 0.5"),
+                          ({"windows": ((1, 2), (3,))}, r"--windows \(3,\): expected 2 values"),
+                          ({"layers": (Layer(wide=2),)}, "--wide 2: expected true or false")):
+        with pytest.raises(UserError, match=said):
+            check(change(PRESETS["small"], **changes))
+
+
+def test_a_field_without_a_rule_takes_anything():
+    assert parsed("--limit", "3").limit == 3 and parsed("--limit", "None").limit is None
+    assert parsed("--limit", "high").limit == "high"

@@ -1,5 +1,6 @@
 """The ranks of a run: one process for each GPU, started by torchrun, or several on a CPU."""
 import os
+from textwrap import shorten
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,29 @@ def hash_bits(x: Tensor) -> Tensor:
     return ((words ^ words >> 32) * (2 * torch.arange(len(words), device=x.device) + 1)).sum()
 
 
+def launched() -> tuple[int, int, int]:
+    """This process's rank, the number of ranks, and its rank on this machine, by the environment.
+
+    RankError if these are not what torchrun sets.
+    """
+    given = {name: os.environ.get(name) or default for name, default in
+             (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
+    wrong = [name for name, text in given.items() if not (text.isdecimal() and len(text) < 10)]
+    rank, size, local = (0, 1, 0) if wrong else map(int, given.values())
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 and not os.environ.get(name)]
+    if wrong or missing or rank >= size:
+        found = " ".join(f"{name}={text}" for name, text in given.items())
+        lacking = f" without {' and '.join(missing)}" * bool(missing)
+        raise RankError(f"the environment has {found!a}{lacking}, which torchrun sets otherwise; start with "
+                        "torchrun, or unset these")
+    return rank, size, local
+
+
 class World:
     """This process's rank, its device, and the collectives by which it speaks to the others."""
 
     def __init__(self):
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        local = int(os.environ.get("LOCAL_RANK", 0))
+        self.rank, self.size, local = launched()
         self.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
         on_gpu = self.device.type == "cuda"
         if on_gpu:
@@ -39,9 +57,15 @@ class World:
             torch.cuda.set_device(self.device)
             # With a workspace cuBLASLt clears it before every FP8 matmul, which takes 0.7% of a step.
             os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
+        self.watchdog = None
         if self.size > 1:
-            dist.init_process_group("nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None)
-        self.watchdog = Watchdog(self.rank, self.size) if self.size > 1 else None
+            try:
+                dist.init_process_group("nccl" if on_gpu else "gloo",
+                                        device_id=self.device if on_gpu else None)
+                self.watchdog = Watchdog(self.rank, self.size)
+            except (RuntimeError, ValueError) as error:     # torch's own errors among them
+                reason = shorten(str(error), 200)
+                raise RankError(f"the ranks do not find each other ({reason}); start with torchrun") from None
         self.collectives = Collectives(self.size)
         self.found: dict[str, dict] = {}            # by records/run/fit.py before a run, for its log
 

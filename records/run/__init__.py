@@ -1,7 +1,8 @@
 """What a training run needs beside the program: in reading order
 
 - `settings.py`  a command line becomes a configuration
-- `checks.py`    refuses a configuration that cannot work, naming the setting to change
+- `kinds.py`     the rule of each setting by itself, which is the type of its field
+- `checks.py`    refuses settings that cannot work together or on this machine, naming the one to change
 - `explain.py`   what `--explain` prints: the learning rate and decay of every group of parameters
 - `sources.py`   which files make a run what it is, their hash, and how they differ from the commit
 - `machine.py`   facts about devices, driver and versions

@@ -1,72 +1,118 @@
-"""Settings that cannot work, and what a machine cannot train: refused at once, naming the setting."""
+"""Settings that cannot work together, and what a machine cannot train: refused at once, naming the setting.
+
+What a setting can be by itself stands in the type of its field (kinds.py).
+"""
+import math
+from collections.abc import Iterable, Iterator
+from typing import Annotated
+
+import torch
+
 from data.classes import GPT2_SIZE
 from kernels import ngrams
-from kernels.attention import ATTENTION
-from records.run.settings import UserError
+from kernels.attention import ATTENTION, choose_attention
+from records.run.kinds import Between, OneOf
+from records.run.settings import UserError, check, defaults, shown
 
-PARTS = ("head", "attention", "mlp")    # what can run in FP8
+Backend = Annotated[str, OneOf(("auto", *ATTENTION))]
+Part = Annotated[str, OneOf(("head", "attention", "mlp"))]     # what can run in FP8
+NGram = Annotated[int, Between(1, len(ngrams.HASH))]
+Rows = Annotated[int, Between(0, 2 ** 30)]
+
+Fault = tuple[object, str, str]     # whether something is wrong, with which settings, what to do
 
 
 def check_config(config, operations: tuple[str, ...]) -> None:
     """Refuse settings that cannot work. `operations`: the names that `--reference` takes."""
-    check_schedule(config)
-    check_model(config)
-    for name, known in (("fp8", PARTS), ("reference", (*operations, "all"))):
-        if unknown := [part for part in getattr(config, name) if part not in known]:
-            raise UserError(f"--{name} {unknown[0]}: choose of {', '.join(known)}, or none")
-    if config.attention not in ("auto", *ATTENTION):
-        raise UserError(f"--attention {config.attention}: choose auto, {', '.join(ATTENTION)}")
+    check(config)
+    for faults in (schedule_faults, model_faults, layer_faults):
+        refuse(config, faults(config))
+    known = {*operations, "all"}
+    refuse(config, [(not known.issuperset(config.reference), "reference",
+                     f"use names out of {', '.join(operations)}, all, or none")])
 
 
-def check_schedule(config) -> None:
+def refuse(config, faults: Iterable[Fault]) -> None:
+    """UserError for the first that is a fault."""
+    for broken, names, advice in faults:
+        if broken:
+            values = {name: defaults(config)[name] for name in names.split()}
+            given = " ".join(f"--{name} {shown(','.join(map(str, value)) if type(value) is tuple else value)}"
+                             for name, value in values.items())
+            raise UserError(f"{given}: {advice}" if given else advice)
+
+
+def schedule_faults(c) -> Iterator[Fault]:
     """Batches that divide, at least a step for each stage, chunks that hold a sequence."""
-    unit = 16 * config.micro_batches
-    for tokens in (stage.batch_tokens for stage in config.stages):
-        if tokens % unit:
-            raise UserError(f"--batch_tokens {tokens} is no multiple of 16 tokens x {config.micro_batches} "
-                            f"micro-batches; use {tokens // unit * unit}")
-    if config.runs < 1:
-        raise UserError(f"--runs {config.runs}: at least 1")
-    if config.val_sequence_length > config.val_chunk:
-        raise UserError(f"--val_chunk {config.val_chunk} is smaller than --val_sequence_length "
-                        f"{config.val_sequence_length}; a chunk holds whole sequences: raise it or lower the "
-                        "other")
-    stages = len(config.stages)
-    if config.steps < stages or config.extra_steps < 0:
-        raise UserError(f"--steps {config.steps} --extra_steps {config.extra_steps}: at least one step for "
-                        f"each of {stages} stages")
-    untied = config.steps + config.extra_steps - round(config.tied_share * config.steps)
-    if not 0 <= config.average_steps <= untied:
-        raise UserError(f"--average_steps {config.average_steps}: 0 for none, at most {untied}, the steps "
-                        "after the embedding and the head part")
-    for name in ("momentum_warmup", "momentum_cooldown", "average_every"):
-        if getattr(config, name) < 1:
-            raise UserError(f"--{name} {getattr(config, name)}: at least 1 step")
-    if config.softmax_samples < 0:
-        raise UserError(f"--softmax_samples {config.softmax_samples}: a number of tokens, 0 for all")
+    unit, stages = 16 * c.micro_batches, len(c.stages)
+    batches = "batch_tokens micro_batches"
+    yield not stages, "", "the table of stages is empty"
+    yield (any(stage.batch_tokens % unit for stage in c.stages), batches,
+           f"use multiples of {unit}, which is 16 tokens a micro-batch")
+    yield (max(stage.batch_tokens for stage in c.stages) > 2 ** 20 * c.micro_batches, batches,
+           f"a micro-batch has at most {2 ** 20} tokens; use more of them")
+    yield (any(not 1 <= len(stage.multi_token) <= 3 for stage in c.stages), "multi_token",
+           "use 1 to 3 pairs for each stage")
+    yield c.steps < stages, "steps", f"at least one step for each of {stages} stages"
+    untied = c.steps + c.extra_steps - round(c.tied_share * c.steps)
+    yield (c.average_steps > untied, "average_steps", f"0 for none, at most {untied}, the steps after the "
+           "embedding and the head part")
+    yield (c.val_sequence_length > c.val_chunk, "val_chunk val_sequence_length",
+           "a chunk holds whole sequences; raise it or lower the other")
 
 
-def check_model(config) -> None:
-    """Heads that fill matrices, n-grams that fit the heads, and layers whose marks agree."""
-    if config.qk_dim < 1 or 2 * config.heads * config.qk_dim % config.width:
-        raise UserError(f"--qk_dim {config.qk_dim}: the queries and keys of {config.heads} heads fill no "
-                        f"whole number of {config.width} x {config.width} matrices, which NorMuon takes; use "
-                        f"a multiple of {config.head_dim // 2}, half of --head_dim")
-    longest = len(ngrams.HASH)
-    if len(config.ngrams) > config.heads or not all(1 <= length <= longest for length in config.ngrams):
-        raise UserError(f"--ngrams {config.ngrams}: lengths of 1 to {longest} tokens, one for each of "
-                        f"{config.heads} heads at most")
-    if config.ngram_classes and config.vocab_size != GPT2_SIZE:
-        raise UserError(f"--ngram_classes true: only GPT-2's {GPT2_SIZE:,} tokens have classes, not "
-                        f"--vocab_size {config.vocab_size}")
-    if not 0 <= config.ngram_rows <= 2 ** 30:
-        raise UserError(f"--ngram_rows {config.ngram_rows}: 0 for no table, at most {2 ** 30}")
-    if sum(layer.backout for layer in config.layers) > 1:
-        raise UserError("the table of layers has more than one `backout`; the head can subtract one output")
-    for i, layer in enumerate(config.layers):
-        if layer.reads_kept and not any(above.kept for above in config.layers[:i]):
-            raise UserError(f"row {i + 1} of the table of layers has `reads_kept`, but no row above it is "
-                            "`kept`")
+def model_faults(c) -> Iterator[Fault]:
+    """Heads that fill matrices, n-grams that fit the heads, gates that see as much of both."""
+    yield c.vocab_size < 2, "vocab_size", "at least a token and the one that starts documents"
+    yield c.width % c.head_dim, "width head_dim", "use a head_dim that divides the width"
+    unit = c.head_dim // math.gcd(c.head_dim, 2)    # Its multiples make 2 heads qk_dim one of the width.
+    yield (c.qk_dim % unit, "qk_dim", f"the queries and keys of {c.heads} heads fill no whole number of "
+           f"{c.width} x {c.width} matrices, which NorMuon takes; use a multiple of {unit}")
+    yield c.rotary_base < 1, "rotary_base", "use 1 or more"
+    yield (c.gate_channels % 2 or c.gate_channels > c.width, "gate_channels",
+           f"half are of x and half of a value row; use an even number of at most {c.width}")
+    yield (len(c.ngrams) > c.heads, "ngrams", f"each takes a head; use at most {c.heads} or more heads")
+    yield (c.ngram_classes and c.vocab_size != GPT2_SIZE, "ngram_classes vocab_size",
+           f"only GPT-2's {GPT2_SIZE} tokens have classes")
+
+
+def layer_faults(c) -> Iterator[Fault]:
+    """Layers whose marks agree."""
+    layers = c.layers
+    yield not layers, "", "the table of layers is empty"
+    yield (sum(layer.backout for layer in layers) > 1, "", "the table of layers has more than one `backout`; "
+           "the head can subtract one output")
+    for i, layer in enumerate(layers):
+        yield (layer.reads_kept and not any(above.kept for above in layers[:i]), "",
+               f"row {i + 1} of the table of layers has `reads_kept`, but no row above it is `kept`")
+
+
+def kernel_faults(c) -> Iterator[Fault]:
+    """What the Triton kernels take; their references in PyTorch take anything."""
+    off = {*c.reference}
+    if not off & {"all", "qkv", "share_values"}:
+        yield (any(dim & (dim - 1) for dim in (c.qk_dim, c.head_dim)), "qk_dim head_dim",
+               "use powers of two, or --reference qkv and no FP8 in attention")
+        yield (int(c.qk_dim * c.rotary_share) < 2, "rotary_share qk_dim",
+               "at least one pair of channels turns; use more, or --reference qkv and no FP8 in attention")
+    yield (c.smear and c.gate_channels > 128 and not off & {"all", "smear"}, "gate_channels",
+           "use at most 128, or --reference smear")
+    yield (c.ngram_beta2 == 0 and not off & {"all", "row_adam", "lookup"}, "ngram_beta2",
+           "use more than 0, or --reference row_adam")
+    yield c.width > 8192, "width", "use at most 8192"
+    yield (c.fp8 and (c.width % 16 or c.val_chunk % 16), "width val_chunk",
+           "use multiples of 16, or --fp8 none")
+
+
+def check_device(config, device: torch.device) -> None:
+    """Refuse what this device cannot run."""
+    if device.type == "cuda":
+        refuse(config, kernel_faults(config))
+    best, reason = choose_attention("auto", device)
+    slower = [*ATTENTION][[*ATTENTION].index(best):]        # The table begins with the fastest.
+    if config.attention not in ("auto", *slower):
+        raise UserError(f"--attention {config.attention}: it does not run here ({reason}); use auto or "
+                        f"{' or '.join(slower)}")
 
 
 def check_machine(config, ranks: int) -> None:

@@ -3,22 +3,33 @@
 This module knows nothing of the program whose settings these are. It knows four things about a configuration:
 the field `preset` names where it began, `layers` is a table that has no flag, `stages` is a table with one
 row a stage of training whose columns are flags (`--batch_tokens 1024,2048,3072` gives each of three stages
-its value), and every other field is a flag that takes one value.
+its value), and every other field is a flag that takes one value. What a value may be is the type of its
+field (kinds.py).
 """
 import argparse
 import ast
 import difflib
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
-from typing import TypeVar
+from functools import lru_cache
+from typing import Annotated, NoReturn, TypeVar, get_type_hints
+
+from records.run.kinds import Between, Misfit, fit, is_names, parts, words
 
 Config = TypeVar("Config")      # a frozen dataclass as described above
 
 NO_FLAG = ("preset", "layers", "stages")
+Ranks = Annotated[int, Between(1, 4096)]
 
 
 class UserError(Exception):
     """Something the person who started the run can mend. One line: what was found, what to do."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """What argparse finds wrong, in one line and without its list of all flags."""
+        raise UserError(f"{message} (--help lists all settings; --name=-1 gives a value that begins with -)")
 
 
 def columns(config: Config) -> dict[str, tuple]:
@@ -32,6 +43,45 @@ def defaults(config: Config) -> dict[str, object]:
     """Every setting that has a flag, with its value in `config`; the columns of the stage table come last."""
     return {f.name: getattr(config, f.name) for f in fields(config)
             if f.name not in NO_FLAG} | columns(config)
+
+
+@lru_cache
+def hints(table: type) -> dict[str, type]:
+    """The kind of each field of a dataclass."""
+    return get_type_hints(table, include_extras=True)
+
+
+def kinds(config: Config) -> dict[str, type]:
+    """The kind of every setting that has a flag; a column's is a list of its kind in a stage."""
+    stages, known = getattr(config, "stages", ()), hints(type(config))
+    by_stage = hints(type(stages[0])) if stages else {}
+    return {name: kind for name, kind in known.items() if name not in NO_FLAG} | {
+        name: tuple[kind, ...] for name, kind in by_stage.items()}
+
+
+def check(config: Config) -> None:
+    """UserError if a field of the configuration, of a stage or of a layer is not of its kind."""
+    for row in (config, *getattr(config, "stages", ()), *getattr(config, "layers", ())):
+        for name, kind in hints(type(row)).items():
+            fitted(name, getattr(row, name), kind)
+
+
+def fitted(name: str, value: object, kind: type, text: str | None = None) -> object:
+    """The `value` of the setting `name`, read from `text` if not None; UserError if it is not of its kind."""
+    try:
+        return fit(value, kind)
+    except Misfit as misfit:
+        wanted, part = misfit.args
+        inside = "" if part is value or (part,) == value else f" in place of {shown(part)}"
+        found = shown(value if text is None else text)
+        raise UserError(f"--{name} {found}: expected {wanted}{inside}") from None
+
+
+def shown(value: object) -> str:
+    """A value as on a command line, in one line that is not too long."""
+    text = str(value)
+    text = text if text.isprintable() and text.strip() else repr(text)
+    return text if len(text) <= 100 else f"{text[:50]}...{text[-20:]}"
 
 
 def flat(config: Config) -> dict[str, object]:
@@ -65,84 +115,61 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
     DATA_PATH stands in for `--data_path`, and DISABLE_FP8=1 means `--fp8 none`. UserError says what is wrong
     with a flag or a value.
     """
-    shown = next(iter(presets))
-    settings = defaults(presets[shown])
-    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    first = next(iter(presets))
+    known, preset_values = kinds(presets[first]), defaults(presets[first])
+    parser = Parser(description=description, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", help=f"one of {', '.join(presets)}", default=default)
     parser.add_argument("--timetable", metavar="RANKS", nargs="?", const="0",
                         help="print when a step communicates on so many ranks (default: as micro-batches), "
                              "then end")
     parser.add_argument("--explain", action="store_true", help="print what the settings amount to, then end")
-    for name, value in settings.items():
+    for name, kind in known.items():
+        rule = "" if kind is str else f"; {words(kind)}"
         parser.add_argument(f"--{name}", metavar="VALUE", action="append",
-                            help=f"default of {shown}: {value!r}".replace("%", "%%"))
+                            help=f"default of {first}: {preset_values[name]!r}{rule}".replace("%", "%%"))
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        name, known = unknown[0].split("=")[0].lstrip("-"), [*settings, "preset", "timetable", "explain"]
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0)[0]
-        raise UserError(f"unknown setting {unknown[0]!r}; the nearest is --{nearest} (--help lists all)")
+        name, flags = unknown[0].split("=")[0].lstrip("-"), [*known, "preset", "timetable", "explain"]
+        nearest = difflib.get_close_matches(name, flags, n=1, cutoff=0)[0]
+        raise UserError(f"unknown setting {shown(repr(unknown[0]))}; the nearest is --{nearest} "
+                        "(--help lists all)")
     if given.preset not in presets:
-        raise UserError(f"--preset {given.preset}: choose {', '.join(presets)}")
+        raise UserError(f"--preset {shown(given.preset)}: choose {', '.join(presets)}")
     config, ranks = presets[given.preset], given.timetable
-    if ranks is not None and not ranks.isdecimal():
-        raise UserError(f"--timetable {ranks}: expected a number of ranks")
-    texts = {name: getattr(given, name) for name in settings if getattr(given, name) is not None}
+    texts = {name: getattr(given, name) for name in known if getattr(given, name) is not None}
     # Of a flag that is given twice the last one counts, but lists of names add up.
-    values = parse_values({name: ",".join(several) if is_names(settings[name]) else several[-1]
-                           for name, several in texts.items()}, config)
+    values = {name: read(name, ",".join(several) if is_names(known[name]) else several[-1], known[name])
+              for name, several in texts.items()}
     if "data_path" not in values and environment.get("DATA_PATH"):
         values["data_path"] = environment["DATA_PATH"]
     if environment.get("DISABLE_FP8", "0") not in ("", "0"):
         values["fp8"] = ()
+    if ranks not in (None, "0"):
+        ranks = read("timetable", ranks, Ranks)
     return change(config, **values), {"timetable": None if ranks is None else int(ranks),
                                       "explain": given.explain, "given": set(values)}
 
 
-def parse_values(texts: dict[str, str], config: Config) -> dict[str, object]:
-    """Values for `change` from texts by setting. Each value of a stage column is of its type in `config`."""
-    known, by_stage = defaults(config), columns(config)
-    values = {name: parse_value(name, text, known[name]) for name, text in texts.items()}
-    for name in values.keys() & by_stage.keys():
-        values[name] = tuple(convert(name, texts[name], value, by_stage[name][0]) for value in values[name])
-    return values
-
-
-def parse_value(name: str, text: str, default: object) -> object:
-    """The `text` of a flag as a value of the type that `default` has.
+def read(name: str, text: str, kind: type) -> object:
+    """The value of the setting `name` that a flag's `text` stands for; UserError if it is not of its kind.
 
     A list of names is written `head,mlp`, and `none` or an empty text is the empty list.
     """
-    if isinstance(default, str):
-        return text
-    try:
-        value = {"true": True, "false": False}.get(text.lower(), None)
-        value = ast.literal_eval(text) if value is None else value
-    except (ValueError, SyntaxError):
+    base, _, inside = parts(kind)
+    if is_names(kind):
+        listed = text.strip().strip("()[]")
+        value = () if listed in ("", "none") else tuple(x.strip() for x in listed.split(","))
+    elif base is str:
         value = text
-    if is_names(default) and isinstance(value, str):
-        listed = value.strip().strip("()[]")
-        return () if listed in ("", "none") else tuple(x.strip() for x in listed.split(","))
-    if isinstance(default, tuple) and isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = (value,)
-    return convert(name, text, value, default)
-
-
-def is_names(default: object) -> bool:
-    """Whether a setting with this default is a list of names."""
-    return isinstance(default, tuple) and all(isinstance(x, str) for x in default)
-
-
-def convert(name: str, text: str, value: object, default: object) -> object:
-    """`value` as the type of `default`; UserError if it is of another. A whole number will do for a float."""
-    if isinstance(default, float) and type(value) is int:
-        return float(value)
-    if type(value) is not type(default):
-        wanted = f"a value like {default!r}"
-        if is_names(default):
-            wanted = "names with commas between them, or none"
-        raise UserError(f"--{name} {text}: expected {wanted}")
-    return value
+    else:
+        try:
+            value = {"true": True, "false": False}.get(text.lower())
+            value = ast.literal_eval(text.strip()) if value is None else value
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            value = text
+        value = (value,) if inside and type(value) in (int, float) else value
+    return fitted(name, value, kind, text)
 
 
 def split_values(text: str) -> list[str]:
