@@ -13,12 +13,14 @@ from conftest import ROOT, TINY, environment
 
 import train_gpt
 from kernels import ngrams
+from kernels import optimizer as updates
 from kernels.ranks.collectives import Collectives
 from records.run import checkpoint
 from records.tools.check import check_clock
 from records.tools.logs import read_log
 
-SHORTER = [*TINY, "--batch_tokens", "256,512,768", "--micro_batches", "4", "--val_every", "0"]
+SHORTER = [*TINY, "--batch_tokens", "256,512,768", "--micro_batches", "4", "--val_every", "0",
+           "--average_steps", "4", "--average_every", "1"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,7 @@ def runs(shards, tmp_path_factory):
     out = tmp_path_factory.mktemp("checkpoints")
     words = [sys.executable, "tests/checkpoint_worker.py", str(out), "--preset", "cpu", *SHORTER,
              "--data_path", str(shards)]
-    result = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    result = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=480)
     errors = "".join(path.read_text() for path in out.glob("errors-*.txt"))
     assert result.returncode == 0, result.stderr + errors
     return out
@@ -95,15 +97,17 @@ def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fil
         params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
         group = train_gpt.Group(name, params, ["layer 0"] * len(params), 1.0, (0.9, 0.9), 0.0, algorithm,
                                 **more)
-        shards[name] = shard = algorithm(group, config, world)
-        if fill:
-            for x in (*checkpoint.buffers(shard).values(), shard.steps):
-                x.copy_(torch.randint(-999, 999, x.shape))
-            if algorithm is train_gpt.Adam:
-                shard.grads.copy_(torch.randint(-9, 9, shard.grads.shape))
+        shards[name] = algorithm(group, config, world)
+    averaged = [updates.Averaged(shards[name].weight, None, 5.0) for name in ("matrices", "tables")]
+    averages = updates.Averages(averaged, 20, 5, 1, 0.5, 4)
+    for shard in shards.values() if fill else ():
+        for x in (*checkpoint.buffers(shard, averages).values(), shard.steps):
+            x.copy_(torch.randint(-999, 999, x.shape))
+        if isinstance(shard, train_gpt.Adam):
+            shard.grads.copy_(torch.randint(-9, 9, shard.grads.shape))
     table = made_up_table(rank, ranks, dtype, listed, fill)
     shards["rows"] = SimpleNamespace(table=table, group=SimpleNamespace(betas=(0.0, 0.99)))
-    optimizer = SimpleNamespace(shards=shards, finite=torch.tensor(True), tied=True)
+    optimizer = SimpleNamespace(shards=shards, finite=torch.tensor(True), tied=True, averages=averages)
     return SimpleNamespace(optimizer=optimizer, world=world, config=config,
                            schedule=train_gpt.Schedule(config))
 
@@ -141,6 +145,7 @@ def test_state_survives_other_numbers_of_ranks(monkeypatch, dtype, listed):
     monkeypatch.setattr(checkpoint, "PART", 20)
     trainers = [made_up_trainer(0, 1, dtype, listed, fill=True)]
     first, found = pieces_of(trainers, monkeypatch)
+    assert first["tables/0/average@0"].any() and "scalars/0/average@0" not in first
     for ranks in (2, 4, 1):
         trainers = [made_up_trainer(rank, ranks, dtype, listed, fill=False) for rank in range(ranks)]
         for trainer in trainers:
