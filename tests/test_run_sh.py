@@ -45,6 +45,13 @@ def test_fast_attention_is_installed_where_every_gpu_is_hopper_or_newer(machine,
     assert f"--nproc_per_node={len(capabilities.split())} train_gpt.py --preset cpu" in asked
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_environment_for_another_machine(machine, kind):
+    asked, _ = machine("install", kind, capabilities="8.0")
+    assert ("flash-attn" in asked) == (kind == "cuda") and ("+cpu" in asked) == (kind == "cpu")
+    assert "train_gpt.py" not in asked
+
+
 def test_the_doctor_needs_no_data(machine):
     asked, errors = machine("doctor", capabilities="8.0")
     assert "-m records.tools.doctor" in asked and "fineweb" not in asked + errors
