@@ -4,6 +4,7 @@
 #   ./run.sh sample [arguments]     text from the model that was trained last, if it was saved beside its log
 #   ./run.sh test [arguments]       what the tests need, then pytest
 #   ./run.sh profile [--name value ...]     where the time of each kind of step goes, and traces to look at
+#   ./run.sh install [cpu|cuda]     only the environment, also for a GPU that is not here
 #   ./run.sh doctor                 whether this machine is in order, and what is slow or broken if it is not
 # PYTHON=/path/to/python uses that interpreter and what is installed for it, and installs nothing.
 set -euo pipefail
@@ -21,6 +22,14 @@ fi
 capability=0
 if [ "$gpus" -gt 0 ]; then
     capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -oE '^[0-9]+' | sort -n | head -1 || true)
+fi
+if [ "${1-}" = install ]; then
+    case "${2-}" in
+    cpu) gpus=0 capability=0 ;;
+    cuda) gpus=1 capability=9 ;;
+    "") ;;
+    *) die "install $2: choose cpu or cuda" ;;
+    esac
 fi
 
 # Install once: the stamp names the requirements, the kind of torch and whether the tests' needs are in.
@@ -68,6 +77,7 @@ else
     make_environment "$([ $tests = 1 ] && echo all || echo core)"
     python=.venv/bin/python
 fi
+if [ "${1-}" = install ]; then exit; fi
 # A token of a small model is too little work for two threads, which would wait for each other.
 if [ "${program[*]}" = "-m use.sample" ]; then OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" "${program[@]}" "$@"; fi
 if [ $tests = 1 ]; then exec "$python" -m pytest -q -n 2 --dist loadfile tests "$@"; fi

@@ -1186,7 +1186,8 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(2)
         message = f"rank {rank}: {message}"
-    print(f"train_gpt.py: {message}", file=sys.stderr)
+    if rank == 0 or status != 130:
+        print(f"train_gpt.py: {message}", file=sys.stderr)
     return status
 
 

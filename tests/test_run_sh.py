@@ -79,6 +79,13 @@ def test_ctrl_c_while_pip_installs_starts_nothing(tmp_path):
     assert len((tmp_path / "asked").read_text().splitlines()) == 1 and not (tmp_path / ".venv/stamp").exists()
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_environment_for_another_machine(machine, kind):
+    asked, _ = machine("install", kind, capabilities="8.0")
+    assert ("flash-attn" in asked) == (kind == "cuda") and ("+cpu" in asked) == (kind == "cpu")
+    assert "train_gpt.py" not in asked
+
+
 def test_the_doctor_needs_no_data(machine):
     asked, errors = machine("doctor", capabilities="8.0")
     assert "-m records.tools.doctor" in asked and "fineweb" not in asked + errors
