@@ -64,7 +64,8 @@ def test_ctrl_c_while_pip_installs_starts_nothing(tmp_path):
     for name in ("run.sh", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     script(tmp_path / ".venv/bin/pip", "")
-    script(tmp_path / ".venv/bin/python", f'echo "$@" >>{tmp_path}/asked\ntrap "exit 1" INT\nsleep 20 & wait\n')
+    script(tmp_path / ".venv/bin/python", f'echo "$@" >>{tmp_path}/asked\ntrap "exit 1" INT\n'
+           "sleep 20 & wait\n")
     variables = environment(PATH=f"/usr/bin:/bin:{Path(shutil.which('python3')).parent}")
     del variables["PYTHON"]
     child, terminal = pty.fork()

@@ -22,7 +22,8 @@ COMMANDS = {
     "records --help": "-m records --help", "check": "-m records --records {records} check",
     "stats": "-m records stats {runs}", "watch": "-m records --records {records} watch {run} --once",
     "report": "-m records --records {records} report", "plot": "-m records plot {runs} --out {out}/plots",
-    "peek": "-m data.peek {shards}", "peek --help": "-m data.peek --help", "text --help": "-m data.text --help",
+    "peek": "-m data.peek {shards}", "peek --help": "-m data.peek --help",
+    "text --help": "-m data.text --help",
     "text": "-m data.text {text} --bytes --split line --out {out}/text",
     "overlap": "-m data.overlap {shards} --document_start 256 --tokens 500",
     "embedded": "-m data.embedded --out {out}/embedded", "explain": "train_gpt.py --preset cpu --explain",
@@ -48,13 +49,14 @@ def place(tmp_path) -> dict[str, Path | str]:
 
 
 def attempt(name: str, place: dict, out: int | None = None, **variables: str) -> subprocess.CompletedProcess:
-    """Run one of COMMANDS, or a command line; no run may end in a traceback or in an error that is ignored."""
+    """Run one of COMMANDS, or a command line; none may end in a traceback or in an ignored error."""
     words = COMMANDS.get(name, name).format(**place).split()
     variables = {"RUNS_PATH": str(place["out"])} | variables
     done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(**variables), timeout=300,
                           stdout=out or subprocess.PIPE, stderr=subprocess.PIPE)
     done.stderr = done.stderr.decode("utf-8", "replace")
-    assert not any(words in done.stderr for words in ("Traceback", "Exception ignored", "Warning:")), done.stderr
+    bad = "Traceback", "Exception ignored", "Warning:"
+    assert not any(said in done.stderr for said in bad), done.stderr
     return done
 
 
@@ -137,7 +139,8 @@ def test_a_run_folder_that_vanishes(place):
     """The log goes on in the deleted file, as everywhere on Unix; the run itself is not disturbed."""
     words = COMMANDS["train"].format(**place).split()
     process = subprocess.Popen([sys.executable, *words, "--steps", "40", "--epochs", "50"], cwd=ROOT,
-                               env=environment(RUNS_PATH=str(place["out"])), stderr=subprocess.PIPE, text=True)
+                               env=environment(RUNS_PATH=str(place["out"])), stderr=subprocess.PIPE,
+                               text=True)
     while process.poll() is None and not list(place["out"].glob("*/log.jsonl")):
         pass
     subprocess.run(["rm", "-r", place["out"]], check=True)
