@@ -4,11 +4,10 @@ Each takes
 
     q, k (n, heads, qk_dim), v (n, heads, head_dim)     all documents one after another, bf16 on GPUs
     cu_seqlens (documents + 1,) int32                   where each document starts, and where the last one
-    ends;
-                                                        empty ones may follow
-    max_length                                          tokens that no document exceeds window
-    a token attends to itself and to so many tokens before it scale
-    of the scores
+                                                        ends; empty ones may follow
+    max_length                                          tokens that no document exceeds
+    window                                              A token sees itself and so many tokens before it.
+    scale                                               of the scores
 
 and returns (n, heads, head_dim). `attention_reference` is the plain PyTorch form.
 

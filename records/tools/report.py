@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from records.tools import markdown
 from records.tools.compare import compare, difference_text
 from records.tools.plots import figures, page_svg, progress_figure
-from records.tools.pool import devices_text, list_clashes, number_text
+from records.tools.pool import devices_text, list_clashes, number_text, scores_text
 from records.tools.record import (
     Record,
     is_proven,
@@ -21,13 +21,16 @@ from records.tools.record import (
     significance_line,
     write_text,
 )
+from records.tools.rules import table_class
 from records.tools.schema import RecordError, flatten
 from records.tools.stats import SIGNIFICANCE
 
 MARKER = "records"
-HEAD = ["record", "date", "time (s)", "loss (nats/token)", "target", "n", "p", "machine", "preset", "by"]
+HEAD = ["record", "date", "time (s)", "loss (nats/token)", "target", "n", "p", "other texts", "n-gram table",
+        "machine", "preset", "by"]
 LEGEND = ("Mean ± standard deviation over n runs; p of the one-sided t-test of \"the mean loss is above the "
-          "target\", for n > 1.")
+          "target\", for n > 1.\nThe class of the n-gram table goes by its parameters: at most 0.3 G, at "
+          "most 65 G, or open.")
 # Of what others wrote into a record nothing may run or be fetched, even where an escape was forgotten.
 POLICY = ("default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
           "form-action 'none'")
@@ -48,7 +51,9 @@ def row(record: Record) -> list[str]:
 
     return [data["date"], spread("mean_time_s", "standard_deviation_time_s", 2),
             spread("mean_loss", "standard_deviation_loss", 4), number_text(data["target"], "g"),
-            str(len(data["runs"])), number_text(data["p_value"], ".2g"), machine(record), data["preset"],
+            str(len(data["runs"])), number_text(data["p_value"], ".2g"),
+            scores_text(data["scores"]) if data.get("scores") else "-", table_class(record.runs[0].header),
+            machine(record), data["preset"],
             ", ".join(data["contributors"]) or "-"]
 
 
@@ -58,7 +63,7 @@ def readme_table(records: list[Record]) -> str:
         return "No records yet: `python -m records new` makes the first one of finished runs."
     rows = [[f"[{record.data['title']}]({record.name})", *row(record)]
             for record in reversed(records)]
-    words = {HEAD.index(name) for name in ("record", "machine", "preset", "by")}
+    words = {0, *range(HEAD.index("other texts"), len(HEAD))}
     return markdown.table(HEAD, rows, words) + "\n\n" + LEGEND
 
 
