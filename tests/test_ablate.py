@@ -39,7 +39,7 @@ def test_settings_to_try():
                          ("batch_tokens=(1024,)", False)):
         with pytest.raises(UserError, match=f"no setting '{wrong.split('=')[0]}' to change here"):
             tried(wrong, train)
-    with pytest.raises(UserError, match="choose auto"):
+    with pytest.raises(UserError, match="expected a name out of auto"):
         tried("attention=fast")
 
 
@@ -49,7 +49,8 @@ def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monk
 
     def trained(config, _):
         seen.append((config.seed, config.smear))
-        return ablate.Result(losses[config.smear][config.seed], 2.0 + config.seed, [1.0, 2.0 + config.smear])
+        return ablate.Result(losses[config.smear][config.seed], 2.0 + config.seed, [1.0, 2.0 + config.smear],
+                             {})
 
     monkeypatch.setattr(ablate, "trained", trained)
     said, config = [], replace(config, seed=3, runs=2)

@@ -67,6 +67,7 @@ def test_a_rank_that_fails_alone_says_so_itself(monkeypatch, capsys, error):
     monkeypatch.setattr(train_gpt, "parse", fail)
     monkeypatch.setattr(train_gpt.time, "sleep", slept.append)
     monkeypatch.setattr(train_gpt.signal, "signal", lambda *_: None)
-    monkeypatch.setenv("RANK", "3")
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
     assert train_gpt.main([]) == 2 and slept == [2]
     assert capsys.readouterr().err == f"train_gpt.py: rank 3: {str(error).splitlines()[0]}\n"
