@@ -57,7 +57,7 @@ def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monk
     variants = {"as given": config, "smear=false": replace(config, smear=False), "again": config}
     text = ablate.train_in_turn(variants, None, said.append)
     assert seen == [(seed, smear) for seed in (3, 4) for smear in (True, False, True)] and len(said) == 6
-    assert said[1] == "smear=false, seed 3: 3.3000 in 5.00 s"
+    assert said[1] == "smear=false, seed 3: 3.3000 in 5.00 s; no other text"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     # Welch's test of 2 a side, each of a standard error of 0.005: a difference of 0.02 by t of 2 degrees of
     # freedom, 4.303 of which make 95%.

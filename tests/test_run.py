@@ -240,7 +240,7 @@ def test_a_machine_with_a_gpu_fetches_fineweb(tmp_path, arguments):
     network does (tests/test_data.py)."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    (tmp_path / "python").write_text("#!/bin/sh\necho \"$@\"\ntest \"$1\" = -c || exit 2\n")
+    (tmp_path / "python").write_text("#!/bin/sh\ntest \"$1\" = -c && exit\necho \"$@\"\nexit 2\n")
     (tmp_path / "python").chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0",
                  "DATA_PATH": str(tmp_path / "shards"), "PYTHON": str(tmp_path / "python")}
