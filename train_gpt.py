@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from data import embedded
 from data.classes import gpt2_classes
-from data.errors import system_error
 from data.loader import (
     Batch,
     Loader,
@@ -49,25 +48,31 @@ from data.loader import (
     to_device,
 )
 from data.packing import round_up
-from data.shards import ShardError
 from kernels import attention, embedding, fp8, loss, mlp, ngrams
 from kernels import optimizer as updates
 from kernels.gradients import gradient_of
 from kernels.ranks.collectives import Collectives, Work, wait
-from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, stops_of, timetable, timetable_text
-from kernels.ranks.world import RankError, World, launched
+from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, stops_of, timetable
+from kernels.ranks.world import World, launched
 from kernels.streams import beside, side_stream
 from records.run import settings
 from records.run.checkpoint import Keeper, check_saving, find, restore
 from records.run.checks import Backend, NGram, Part, Rows, check_config, check_device, check_machine
 from records.run.clock import Clock
-from records.run.explain import announcement, flops_per_token, rates, rates_text
+from records.run.ending import EXPECTED, exit_status
+from records.run.explain import (
+    announcement,
+    flops_per_token,
+    rates,
+    rates_text,
+    run_facts,
+    timetables_text,
+)
 from records.run.fit import fit
 from records.run.kinds import Beta, Blocks, Count, Factor, Few, Positive, Seed, Share, Size, Steps, Tokens
-from records.run.log import LogError, RunLog
+from records.run.log import RunLog
 from records.run.machine import device_name, ending_facts, machine_facts
-from records.run.progress import Diverged, Report, StepFacts, summarise
-from records.run.settings import UserError
+from records.run.progress import Report, StepFacts, summarise
 from records.run.weights import prepare, save_model
 
 ROOT = Path(__file__).resolve().parent
@@ -1114,14 +1119,7 @@ def run(config: Config, world: World, started: float) -> Report:
     """One training run, in the process that `started` then (seconds since the epoch)."""
     resumed = find(config)
     trainer = Trainer(config, world)
-    model, loader = trainer.model, trainer.loader
-    facts = {
-        "preset": config.preset, "seed": config.seed, "target": config.target, "world_size": world.size,
-        "attention": model.attention_backend, "attention_note": model.attention_note,
-        "dtype": str(model.dtype), "fp8": bool(model.fp8), "fp8_parts": model.fp8,
-        "parameters": model.parameter_count(), "vocabulary": config.padded_vocab,
-        "shards": len(loader.plan.text),
-        "epochs": loader.epochs, "candidates": loader.candidates, "groups": rates(trainer.optimizer.groups)}
+    facts = run_facts(trainer)
     log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
     log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
@@ -1132,7 +1130,7 @@ def run(config: Config, world: World, started: float) -> Report:
         world.watchdog.on_loss = lambda reason: log.write("stopped", step=log.steps, reason=reason)
     if world.rank == 0:
         machine = f"{world.size} x {device_name(world.device)}"
-        print(announcement(facts, machine), *prepare(model, trainer.schedule), sep="\n")
+        print(announcement(facts, machine), *prepare(trainer.model, trainer.schedule), sep="\n")
     begin = time.time()
     trainer.warm_up()
     first = restore(trainer, resumed) if resumed else 0
@@ -1140,7 +1138,7 @@ def run(config: Config, world: World, started: float) -> Report:
     report = train(trainer, log, startup, first)
     if config.save:
         trainer.optimizer.untie()
-        save_model(model, report, log)
+        save_model(trainer.model, report, log)
     return report
 
 
@@ -1148,14 +1146,8 @@ def explain(config: Config, ranks: int, timetables: bool) -> None:
     """Print the timetable of every kind of step, or the groups' rates, from the model's shapes alone."""
     shared = Collectives(ranks if timetables else 1)
     groups = parameter_groups(GPT(config, torch.device("meta"), shared), config)
-    if not timetables:
-        return print(rates_text(rates(groups)))
-    traffic = [group.traffic(ranks) for group in groups]
-    for step in Schedule(config).kinds().values():
-        print(f"\nSteps from {step.index} on, {ranks} ranks, tied {step.tied}, Adam {step.update_adam}\n")
-        table = timetable(traffic, len(config.layers), step.tied, step.adam_updated,
-                          step.update_adam, config.overlap)
-        print(timetable_text(table, len(config.layers)))
+    text = timetables_text(groups, Schedule(config), ranks) if timetables else rates_text(rates(groups))
+    print(text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1176,24 +1168,13 @@ def main(argv: list[str] | None = None) -> int:
             gc.collect()            # Graphs hold memory until circles are collected.
         world.close()
         return 0
-    except (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError) as error:
-        message, status = str(error).splitlines()[0], 2
-    except OSError as error:
-        message, status = system_error(error)
-    except KeyboardInterrupt as error:
-        message, status = str(error) or "interrupted; the log so far is complete", 130
-    if rank:    # The launcher ends all ranks when one fails. If rank 0 fails too, it says why.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(2)
-        message = f"rank {rank}: {message}"
-    if rank == 0 or status != 130:
-        print(f"train_gpt.py: {message}", file=sys.stderr)
-    return status
+    except EXPECTED as error:
+        return exit_status(error, rank)
 
 
 if __name__ == "__main__":
-    exit_status = main()
+    status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    if exit_status:
-        os._exit(exit_status)       # Do not wait for collectives that the other ranks will not join.
+    if status:
+        os._exit(status)            # Do not wait for collectives that the other ranks will not join.

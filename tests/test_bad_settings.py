@@ -17,6 +17,7 @@ from kernels.ranks.collectives import Collectives
 from records.recipes.medium import MEDIUM
 from records.run import checks, settings
 from records.run.kinds import Between, OneOf, is_names, parts
+from records.run.settings import UserError
 
 DRAWS = int(os.environ.get("DRAWS", 2000))      # settings drawn at random; one of 50 is trained
 SMALL = [*TINY, "--micro_batches", "2", "--batch_tokens", "64,64,128", "--sequence_length", "64,64,64"]
@@ -76,7 +77,7 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
     (["--timetable", "9" * 5000], ["--timetable 999", "from 1 to 4,096"]),
 ])
 def test_bad_settings(arguments, parts):
-    with pytest.raises(train_gpt.UserError) as error:
+    with pytest.raises(UserError) as error:
         train_gpt.parse_config([*SMALL, *arguments])
     assert all(part in str(error.value) for part in parts) and str(error.value).isprintable(), error.value
 
@@ -92,7 +93,7 @@ def test_bad_settings(arguments, parts):
 def test_what_kernels_do_not_take(changes, part):
     """On a GPU; all but the width is a matter of kernels that have a reference."""
     config = replace(train_gpt.parse_config(SMALL), **changes)
-    with pytest.raises(train_gpt.UserError, match=part):
+    with pytest.raises(UserError, match=part):
         checks.refuse(config, checks.kernel_faults(config))
     if config.width <= 8192:
         config = replace(config, reference=("all",), fp8=())
@@ -118,7 +119,7 @@ def test_presets_keep_the_rules(preset):
 def test_a_configuration_made_in_python(changes, part):
     config = settings.change(train_gpt.parse_config(SMALL), **changes)
     config = replace(config, **changes) if changes.get("stages") == () else config
-    with pytest.raises(train_gpt.UserError, match=part):
+    with pytest.raises(UserError, match=part):
         train_gpt.check_config(config, train_gpt.Ops._fields)
 
 
@@ -162,7 +163,7 @@ def trains(config: train_gpt.Config) -> bool:
     """Take the first and the last step and score; False if that is refused."""
     try:
         trainer = train_gpt.Trainer(config, train_gpt.World())
-    except (train_gpt.UserError, ShardError) as error:
+    except (UserError, ShardError) as error:
         assert str(error).isprintable(), error
         return False
     schedule = trainer.schedule
@@ -183,7 +184,7 @@ def test_settings_at_random(shards):
         drawn |= {*names}
         try:
             config = train_gpt.parse_config([*SMALL, "--data_path", str(shards), *texts])
-        except train_gpt.UserError as error:
+        except UserError as error:
             assert str(error).isprintable() and len(str(error)) < 400, texts
             refused += 1
             continue

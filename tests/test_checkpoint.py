@@ -16,6 +16,8 @@ from kernels import ngrams
 from kernels import optimizer as updates
 from kernels.ranks.collectives import Collectives
 from records.run import checkpoint
+from records.run.log import LogError
+from records.run.settings import UserError
 from records.tools.check import check_clock
 from records.tools.logs import read_log
 
@@ -203,7 +205,7 @@ def test_a_bad_checkpoint_is_refused_in_one_line(runs, shards, tmp_path, edit, f
         old, new = {"foreign": ("readable", "other"), "newer": ('"version": 1', '"version": 2')}[edit]
         index.write_text(index.read_text().replace(old, new))
     flags = ["--preset", "cpu", *SHORTER, "--data_path", str(shards), "--resume", str(tmp_path), *flags]
-    with pytest.raises(train_gpt.UserError) as error:
+    with pytest.raises(UserError) as error:
         checkpoint.find(train_gpt.parse_config(flags))
     assert said in str(error.value) and "\n" not in str(error.value)
 
@@ -218,11 +220,11 @@ def test_only_the_newest_two_are_kept(tmp_path, config, monkeypatch):
             keeper.after(steps_done)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000003", "step-0000004"]
     trainer.optimizer.finite = torch.tensor(False)
-    with pytest.raises(train_gpt.LogError, match="not whole: .* the loss is not finite"):
+    with pytest.raises(LogError, match="not whole: .* the loss is not finite"):
         with keeper:
             keeper.after(5)
     monkeypatch.setattr(checkpoint.TensorFiles, "flush", lambda _: open("/dev/full", "w").write("x" * 99999))
-    with pytest.raises(train_gpt.LogError, match="the disk is full"):
+    with pytest.raises(LogError, match="the disk is full"):
         with keeper:
             keeper.after(6)
     assert checkpoint.find(replace(config, resume=str(tmp_path))).step == 4

@@ -19,7 +19,7 @@ import train_gpt
 from data import embedded, fineweb, overlap, peek
 from data.errors import DataError
 from data.shards import Manifest, ShardError, find_shards, open_shard, publish, shards_in, whole_file
-from records.run.log import RunLog
+from records.run.log import LogError, RunLog
 from records.run.machine import ending_facts
 from records.tools import check
 from records.tools.logs import read_log
@@ -78,7 +78,7 @@ def test_runs_of_one_second_have_folders_of_their_own(tmp_path, monkeypatch):
     for _ in range(3):
         RunLog("a").file.close()
     assert [p.name for p in sorted(tmp_path.iterdir())] == [f"20260101-000000-a{n}" for n in ("", "-2", "-3")]
-    with pytest.raises(train_gpt.LogError, match="cannot write the run's log"):
+    with pytest.raises(LogError, match="cannot write the run's log"):
         RunLog("../../../elsewhere")
     assert len(list(tmp_path.iterdir())) == 3
 

@@ -17,6 +17,7 @@ from kernels.mlp import feed_forward, residual_fp8
 from kernels.ranks.collectives import Collectives
 from records.run import settings
 from records.run.explain import flops_per_token
+from records.run.settings import UserError
 
 pytestmark = pytest.mark.usefixtures("large_tiles")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -615,7 +616,7 @@ def test_queries_and_keys_of_another_width_than_values(config, qk_dim, squares):
 
 def test_queries_and_keys_must_fill_whole_matrices(config):
     for qk_dim in (8, 24):
-        with pytest.raises(train_gpt.UserError, match=f"--qk_dim {qk_dim}: .* use a multiple of 16"):
+        with pytest.raises(UserError, match=f"--qk_dim {qk_dim}: .* use a multiple of 16"):
             train_gpt.check_config(replace(config, qk_dim=qk_dim), train_gpt.Ops._fields)
 
 
@@ -624,7 +625,7 @@ def test_marks_of_layers_must_agree(config):
     for mark, message in (("reads_kept", "row 1 .* no row above it is `kept`"),
                           ("backout", "more than one `backout`")):
         layers = (replace(first, **{mark: True}), *others)
-        with pytest.raises(train_gpt.UserError, match=message):
+        with pytest.raises(UserError, match=message):
             train_gpt.check_config(replace(config, layers=layers), train_gpt.Ops._fields)
 
 

@@ -18,6 +18,8 @@ from torch.distributed.run import get_args_parser
 import train_gpt
 from data.shards import HEADER_BYTES, ShardError
 from records.run import settings, sources
+from records.run.log import LogError
+from records.run.settings import UserError
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 SHORT = ["--preset", "cpu", *TINY]
@@ -85,7 +87,7 @@ def test_no_shards(tmp_path, monkeypatch):
     monkeypatch.delenv("DATA_PATH", raising=False)
     result = command(*SHORT, DATA_PATH=str(tmp_path))
     refused(result, str(tmp_path), "no val shards", "set DATA_PATH", "python -m data.fineweb")
-    with pytest.raises((train_gpt.UserError, ShardError), match="an unset DATA_PATH.*--preset cpu"):
+    with pytest.raises((UserError, ShardError), match="an unset DATA_PATH.*--preset cpu"):
         train_gpt.Trainer(train_gpt.parse_config(["--preset", "corpus"]), train_gpt.World())
 
 
@@ -103,7 +105,7 @@ def test_bad_shard(tmp_path, damage, parts):
     write_documents(tmp_path, {"train_000000": [100] * 300, "val_000000": [300] * 10})
     path = tmp_path / "train_000000.bin"
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises((train_gpt.UserError, ShardError)) as error:
+    with pytest.raises((UserError, ShardError)) as error:
         config = train_gpt.parse_config([*SHORT, "--data_path", str(tmp_path)])
         train_gpt.Trainer(config, train_gpt.World()).loader.batches(0)
     assert all(part in str(error.value) for part in (str(path), *parts)) and "\n" not in str(error.value)
@@ -153,7 +155,7 @@ def test_ranks_that_do_not_divide(shards):
 @pytest.mark.parametrize("block", [0, 3, 12, 64])
 def test_a_block_that_does_not_divide_a_ranks_columns(block):
     said = f"--ngram_block {block}: use a power of two that divides a rank's 32 columns"
-    with pytest.raises(train_gpt.UserError, match=said):
+    with pytest.raises(UserError, match=said):
         train_gpt.check_machine(replace(train_gpt.SPEEDRUN, ngram_block=block), 4)
 
 
@@ -170,7 +172,7 @@ def test_a_full_disk(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("RUNS_PATH", str(tmp_path / "runs"))
     log = train_gpt.RunLog("short")
     log.file = open("/dev/full", "w")
-    with pytest.raises(train_gpt.LogError, match="log.jsonl: the disk is full; free some space"):
+    with pytest.raises(LogError, match="log.jsonl: the disk is full; free some space"):
         log.write("step", step=1)
     (tmp_path / "file").write_text("")
     result = command(*SHORT, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path / "file" / "runs"))

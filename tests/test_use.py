@@ -17,6 +17,7 @@ import train_gpt
 from data.loader import make_batch
 from data.vocabulary import Bytes
 from records.run import settings, weights
+from records.run.settings import UserError
 from use import export, score
 from use import model as use_model
 from use.cache import Reader
@@ -153,7 +154,7 @@ def test_a_bad_model_is_refused_in_one_line(tmp_path, config, name, edit, parts)
     report = train_gpt.Report(train_gpt.RunLog("", False), train_gpt.Clock(CPU), 1, CPU, 0, 1)
     weights.save_model(model, report, None)
     change(tmp_path / "model", name, edit)
-    with pytest.raises(train_gpt.UserError) as error:
+    with pytest.raises(UserError) as error:
         use_model.load(tmp_path / "model", CPU, **PLAIN)
     message = str(error.value)
     assert "\n" not in message and all(re.search(part, message) for part in parts), message

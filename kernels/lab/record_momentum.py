@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 import train_gpt
+from data.shards import ShardError
+from records.run.settings import UserError
 
 Matrices = dict[str, dict[int, Tensor]]
 
@@ -64,9 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         config = train_gpt.parse_config(settings)
         at = [int(step) for step in options.at.split(",")]
         if not 0 < min(at) <= max(at) <= (last := config.steps + config.extra_steps):
-            raise train_gpt.UserError(f"--at {options.at}: steps are 1 ... {last}; raise --steps")
+            raise UserError(f"--at {options.at}: steps are 1 ... {last}; raise --steps")
         matrices, losses = capture(config, at)
-    except (train_gpt.UserError, train_gpt.ShardError) as error:
+    except (UserError, ShardError) as error:
         sys.exit(f"kernels.lab.record_momentum: {error}")
     torch.save({"matrices": matrices, "losses": losses}, options.out)
     print(f"{len(matrices)} matrices at steps {options.at} in {options.out}: {', '.join(matrices)}")

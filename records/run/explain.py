@@ -1,4 +1,5 @@
 """What a run says of itself: the groups' rates, the first lines on the console, the FLOP of a token."""
+from kernels.ranks.timetable import timetable, timetable_text
 
 
 def rates(groups) -> list[dict[str, object]]:
@@ -24,6 +25,30 @@ def rates_text(rows: list[dict]) -> str:
         lines.append(f"{row['group']:17} {row['algorithm']:9} {row['tensors']:7} {row['numbers']:15,}  "
                      f"{learning:15} {decays:19}  {betas}")
     return "\n".join(lines)
+
+
+def timetables_text(groups, schedule, ranks: int) -> str:
+    """The timetable of every kind of step on so many ranks."""
+    config, traffic, parts = schedule.config, [group.traffic(ranks) for group in groups], []
+    layers = len(config.layers)
+    for step in schedule.kinds().values():
+        table = timetable(traffic, layers, step.tied, step.adam_updated, step.update_adam, config.overlap)
+        parts += [f"\nSteps from {step.index} on, {ranks} ranks, tied {step.tied}, Adam {step.update_adam}\n",
+                  timetable_text(table, layers)]
+    return "\n".join(parts)
+
+
+def run_facts(trainer) -> dict[str, object]:
+    """What the log's header and the first lines of a run say of the model and the data."""
+    config, model, loader = trainer.config, trainer.model, trainer.loader
+    return {
+        "preset": config.preset, "seed": config.seed, "target": config.target,
+        "world_size": trainer.world.size,
+        "attention": model.attention_backend, "attention_note": model.attention_note,
+        "dtype": str(model.dtype), "fp8": bool(model.fp8), "fp8_parts": model.fp8,
+        "parameters": model.parameter_count(), "vocabulary": config.padded_vocab,
+        "shards": len(loader.plan.text), "epochs": loader.epochs, "candidates": loader.candidates,
+        "groups": rates(trainer.optimizer.groups)}
 
 
 def announcement(facts: dict, devices: str) -> str:

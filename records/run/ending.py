@@ -1,0 +1,35 @@
+"""How a run that failed ends: in one line that says what is wrong, and an exit status."""
+import signal
+import sys
+import time
+
+import torch
+
+from data.errors import system_error
+from data.shards import ShardError
+from kernels.ranks.world import RankError
+from records.run.log import LogError
+from records.run.progress import Diverged
+from records.run.settings import UserError
+
+EXPECTED = (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError, OSError,
+            KeyboardInterrupt)  # Anything else is a mistake of the program and keeps its traceback.
+
+
+def exit_status(error: BaseException, rank: int) -> int:
+    """The status of a run that one of EXPECTED ends; rank 0 says why.
+
+    The launcher ends all ranks when one fails. So the other ranks wait a little, in case rank 0 fails too.
+    """
+    message, status = (str(error) or "interrupted").splitlines()[0], 2
+    if isinstance(error, KeyboardInterrupt):
+        message, status = str(error) or "interrupted; the log so far is complete", 130
+    elif isinstance(error, OSError):
+        message, status = system_error(error)
+    if rank:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(2)
+        message = f"rank {rank}: {message}"
+    if rank == 0 or status != 130:
+        print(f"train_gpt.py: {message}", file=sys.stderr)
+    return status
