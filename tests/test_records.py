@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -445,6 +446,14 @@ def test_plots_have_axes_units_and_legends(root):
         assert figure.axes[-1].get_xlabel(), name
     files = plots.save(drawn, root.parent / "plots")
     assert len(files) == 10 and all(path.stat().st_size > 4000 for path in files)
+
+
+def test_a_panel_for_each_text_that_was_scored(first):
+    runs = [replace(run, scores={"clean": run.loss + 0.3}) for run in load(first).runs]
+    figure = plots.figures({"scored": runs, "not scored": load(first).runs})["final-loss"]
+    assert [axes.get_ylabel() for axes in figure.axes] == ["last validation loss (nats/token)",
+                                                           "loss on clean (nats/token)"]
+    assert [len(axes.get_xticks()) for axes in figure.axes] == [2, 1]
 
 
 def test_plot_of_a_growing_log(root, capsys):

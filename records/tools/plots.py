@@ -153,15 +153,30 @@ def limit_loss(axes: plt.Axes, values: np.ndarray) -> None:
 
 
 def final_loss_figure(groups: Groups) -> Figure | None:
-    """The last loss of every finished run, and each group's mean with its 95% interval, as a t-test has it.
+    """The last losses of every finished run: a panel for the validation text, and one for each other text.
 
     None without two runs in a group: there is nothing to test.
     """
     shown = having(groups, lambda run: run.finished and np.isfinite(run.loss))
-    losses = {name: [run.loss for run in runs] for name, runs in shown.items()}
-    if max(map(len, losses.values()), default=0) < 2:
+    if max(map(len, shown.values()), default=0) < 2:
         return None
-    figure, axes = plt.subplots()
+    texts = list(dict.fromkeys(name for runs in shown.values() for run in runs for name in run.scores))
+    figure, all_axes = plt.subplots(1 + len(texts), squeeze=False,
+                                    figsize=(4.4, 0.5 + 2.8 * (1 + len(texts))))
+    draw_last_losses(all_axes[0, 0], {name: [run.loss for run in runs] for name, runs in shown.items()},
+                     "last validation loss (nats/token)", targets_of(shown))
+    for axes, text in zip(all_axes[1:, 0], texts):
+        scored = {name: [run.scores[text] for run in runs if text in run.scores]
+                  for name, runs in shown.items()}
+        draw_last_losses(axes, {name: losses for name, losses in scored.items() if losses},
+                         f"loss on {printable(text)} (nats/token)", [])
+    all_axes[-1, 0].set_xlabel("runs")
+    return figure
+
+
+def draw_last_losses(axes: plt.Axes, losses: dict[str, list[float]], label: str,
+                     targets: list[float]) -> None:
+    """A mark for each run, and each group's mean with its 95% interval, as a t-test has it."""
     for index, (name, values) in enumerate(losses.items()):
         sample, color = describe(values), COLORS[index % len(COLORS)]
         axes.plot(np.full(len(values), float(index)), values, MARKERS[index % len(MARKERS)], color=color,
@@ -171,22 +186,20 @@ def final_loss_figure(groups: Groups) -> Figure | None:
             axes.errorbar(index + 0.2, sample.mean, half, fmt="_", color=color, capsize=4, markersize=12,
                           label="mean and its 95% interval" if index == 0 else None)
     low, high = axes.dataLim.intervaly
-    for target in targets_of(shown):
+    for target in targets:
         if low - 2 * (high - low) < target < high + 2 * (high - low):
             draw_target(axes, target)
         else:  # it would flatten all the rest
             axes.plot([], [], " ", label=f"target {target:g}, {'below' if target < low else 'above'} the "
                                          "axis")
-    axes.set_xlim(-0.6, len(shown) - 0.2)
-    width = max(6, 36 // len(shown))  # letters that have room under a group
-    names = [textwrap.fill(name, width) + "\n" if len(shown) > 1 else "" for name in shown]
-    axes.set_xticks(range(len(shown)), [f"{name}n = {len(values)}"
-                                        for name, values in zip(names, losses.values())])
-    axes.set_ylabel("last validation loss (nats/token)")
-    axes.set_xlabel("runs")
+    axes.set_xlim(-0.6, len(losses) - 0.2)
+    width = max(6, 36 // len(losses))  # letters that have room under a group
+    names = [textwrap.fill(name, width) + "\n" if len(losses) > 1 else "" for name in losses]
+    axes.set_xticks(range(len(losses)), [f"{name}n = {len(values)}"
+                                         for name, values in zip(names, losses.values())])
+    axes.set_ylabel(label)
     axes.yaxis.set_major_formatter(FormatStrFormatter("%.4f"))
     legend_above(axes)
-    return figure
 
 
 def step_time_figure(groups: Groups) -> Figure | None:

@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from records.tools import markdown
 from records.tools.compare import compare, difference_text
 from records.tools.plots import figures, page_svg, progress_figure
-from records.tools.pool import devices_text, list_clashes, number_text, scores_text
+from records.tools.pool import common_texts, devices_text, list_clashes, number_text, scores_text
 from records.tools.record import (
     Record,
     is_proven,
@@ -124,7 +124,9 @@ def record_html(record: Record, parent: Record | None) -> str:
     data, header = record.data, record.runs[0].header
     pictures = [figure_html(page_svg(figure, f"{record.name}-{name}"), CAPTIONS[name])
                 for name, figure in figures({data["title"]: record.runs}).items()]
-    runs = [[str(run["seed"]), f"{run['loss']:.4f}", f"{run['time_s']:.3f}"] for run in data["runs"]]
+    texts = common_texts(record.runs)
+    runs = [[str(run.seed), f"{run.loss:.4f}", *(f"{run.scores[text]:.4f}" for text in texts),
+             f"{run.time_s:.3f}"] for run in record.runs]
     environment = {"machine": machine(record), "driver": data["driver"], **data["versions"],
                    "commit": data["commit"], "attention": header["attention"], "fp8": header["fp8"],
                    "parameters": f"{header['parameters']:,}",
@@ -134,7 +136,8 @@ def record_html(record: Record, parent: Record | None) -> str:
         f"<p>{escape(', '.join([data['date'], *data['contributors']]))}. "
         f"{escape(significance_line(data))}</p>",
         *words_html(record.readme),
-        html_table(["seed", "loss (nats/token)", "time (s)"], runs), '<div class="figures">', *pictures,
+        html_table(["seed", "loss (nats/token)", *map(escape, texts), "time (s)"], runs),
+        '<div class="figures">', *pictures,
         "</div>", "<h3>Differences from its parent</h3>", parent_html(record, parent),
         fold("Environment", pairs_html(environment)), fold("Settings", pairs_html(flatten(header["config"]))),
         "</section>"])
