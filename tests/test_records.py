@@ -453,7 +453,8 @@ def test_a_panel_for_each_text_that_was_scored(first):
     figure = plots.figures({"scored": runs, "not scored": load(first).runs})["final-loss"]
     assert [axes.get_ylabel() for axes in figure.axes] == ["last validation loss (nats/token)",
                                                            "loss on clean (nats/token)"]
-    assert [len(axes.get_xticks()) for axes in figure.axes] == [2, 1]
+    assert [len(axes.get_xticks()) for axes in figure.axes] == [2, 2]
+    assert figure.axes[1].get_xticklabels()[1].get_text().endswith("n = 0")
 
 
 def test_plot_of_a_growing_log(root, capsys):

@@ -168,8 +168,7 @@ def final_loss_figure(groups: Groups) -> Figure | None:
     for axes, text in zip(all_axes[1:, 0], texts):
         scored = {name: [run.scores[text] for run in runs if text in run.scores]
                   for name, runs in shown.items()}
-        draw_last_losses(axes, {name: losses for name, losses in scored.items() if losses},
-                         f"loss on {printable(text)} (nats/token)", [])
+        draw_last_losses(axes, scored, f"loss on {printable(text)} (nats/token)", [])
     all_axes[-1, 0].set_xlabel("runs")
     return figure
 
@@ -177,14 +176,17 @@ def final_loss_figure(groups: Groups) -> Figure | None:
 def draw_last_losses(axes: plt.Axes, losses: dict[str, list[float]], label: str,
                      targets: list[float]) -> None:
     """A mark for each run, and each group's mean with its 95% interval, as a t-test has it."""
-    for index, (name, values) in enumerate(losses.items()):
+    drawn = [index for index, values in enumerate(losses.values()) if values]
+    for index, values in enumerate(losses.values()):
+        if index not in drawn:
+            continue
         sample, color = describe(values), COLORS[index % len(COLORS)]
         axes.plot(np.full(len(values), float(index)), values, MARKERS[index % len(MARKERS)], color=color,
-                  alpha=0.6, linestyle="", label="a run" if index == 0 else None)
+                  alpha=0.6, linestyle="", label="a run" if index == drawn[0] else None)
         if sample.standard_error:
             half = stats.t.ppf(0.975, sample.n - 1) * sample.standard_error
             axes.errorbar(index + 0.2, sample.mean, half, fmt="_", color=color, capsize=4, markersize=12,
-                          label="mean and its 95% interval" if index == 0 else None)
+                          label="mean and its 95% interval" if index == drawn[0] else None)
     low, high = axes.dataLim.intervaly
     for target in targets:
         if low - 2 * (high - low) < target < high + 2 * (high - low):
