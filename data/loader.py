@@ -305,6 +305,16 @@ class ScoredText(NamedTuple):
     sha256: str = ""            # of its shards, in a log
 
 
+def validation_stream(folder: str, vocab_size: int, tokens: int) -> np.ndarray:
+    """The first tokens + 1 of the validation shards, (tokens + 1,) uint16. ShardError if there are fewer."""
+    pieces = (open_shard(path, vocab_size)[:tokens + 1] for path in shards_in(folder, "val"))
+    text = np.concatenate([np.zeros(0, np.uint16), *pieces])[:tokens + 1]
+    if len(text) <= tokens:
+        raise ShardError(f"{folder}: {len(text):,} validation tokens, --val_tokens {tokens} needs one more "
+                         f"than it scores; add shards or set --val_tokens {len(text) - 1}")
+    return text
+
+
 def scored_text(name: str, settings: TextSettings, tokens: int, chunk: int, sequence_length: int,
                 multiple: int = 1, scored: np.ndarray | None = None) -> ScoredText:
     """The first `tokens` of the validation stream in chunks; every token after the first is a target once.
@@ -313,12 +323,7 @@ def scored_text(name: str, settings: TextSettings, tokens: int, chunk: int, sequ
     holds whole sequences and is filled up with tokens that are not scored. Empty chunks make the number of
     chunks a `multiple`. With `scored` (tokens + 1,) bool only targets that it marks are scored.
     """
-    paths = shards_in(settings.folder, "val")
-    pieces = (open_shard(path, settings.vocab_size)[:tokens + 1] for path in paths)
-    text = np.concatenate([np.zeros(0, np.uint16), *pieces])[:tokens + 1]
-    if len(text) <= tokens:
-        raise ShardError(f"{settings.folder}: {len(text):,} validation tokens, --val_tokens {tokens} needs "
-                         f"one more than it scores; add shards or set --val_tokens {len(text) - 1}")
+    text = validation_stream(settings.folder, settings.vocab_size, tokens)
     starts = np.union1d([0], document_starts(text[:tokens], settings.document_start))
     starts, ends = cut_documents(starts, tokens, sequence_length, keep_tails=True)
     chunks, filled = [], chunk

@@ -8,13 +8,14 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY, environment
 from safetensors.torch import load_file
 
 import train_gpt
-from data.loader import make_batch
+from data.loader import make_batch, validation_stream
 from data.vocabulary import Bytes
 from records.run import settings, weights
 from records.run.settings import UserError
@@ -174,6 +175,18 @@ def test_the_validation_loss_of_a_saved_model_is_that_of_its_run(trained, shards
     assert score.score_shards(saved, shards, saved.model.config.val_tokens) == trained[1].validation_loss
 
 
+@pytest.mark.parametrize("chunk", [100, 251])
+def test_the_public_rule_cuts_at_its_chunks_alone(trained, shards, saved, monkeypatch, chunk):
+    """Against single pieces of the text, each scored as a document."""
+    tokens = saved.model.config.val_tokens
+    monkeypatch.setattr(score, "PUBLIC_CHUNK", chunk)
+    text = validation_stream(str(shards), 257, tokens)
+    cuts = sorted({0, tokens, *range(0, tokens, chunk), *np.flatnonzero(text[:tokens] == 256)})
+    total, count = score.score_documents(saved, [text[a:b + 1] for a, b in zip(cuts, cuts[1:])])
+    assert count == tokens and max(np.diff(cuts)) <= saved.model.config.val_sequence_length
+    assert score.score_publicly(saved, shards, tokens) == pytest.approx(total / tokens, rel=1e-6)
+
+
 def test_scores_of_documents_are_those_of_single_tokens(trained, saved):
     """Also where a document is longer than a sequence, and where a batch holds several or is not full."""
     documents = [Bytes().encode(bytes(97 + (7 * i + k) % 26 for i in range(n))) for k, n in
@@ -221,7 +234,7 @@ def test_multiple_choice_by_the_usual_rule(trained, saved, tmp_path):
             list(score.read_questions(path))
 
 
-def test_score_as_a_command(trained, tmp_path, monkeypatch, capsys):
+def test_score_as_a_command(trained, shards, tmp_path, monkeypatch, capsys):
     def run(*words: object) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["score", *map(str, words)])
         with suppress(SystemExit):
@@ -234,6 +247,7 @@ def test_score_as_a_command(trained, tmp_path, monkeypatch, capsys):
     told = r"([\d.]+) nats a token, ([\d.]+) bits a byte \(300 tokens, 300 bytes\)"
     nats, bits = map(float, re.search(told, said).groups())
     assert bits == pytest.approx(nats / math.log(2), abs=1e-3) and "(3 questions)" in said
+    assert " by the public rule, " in run(trained[0], "--shards", shards, "--public_rule")[0]
     for words, part in (((tmp_path, "x.txt"), "no folder of a readable-speedrun-model"),
                         ((trained[0], "x.txt"), "x.txt: no such file"),
                         ((trained[0],), "nothing to score"),

@@ -2,6 +2,7 @@
 
     python -m use.score FOLDER notes.md books/           of each: .txt, .md, .jsonl, .parquet, .gz, .zst
     python -m use.score FOLDER --shards data/shards/mine the validation text of token shards, as in training
+    python -m use.score FOLDER --shards DIR --public_rule   ... and by the public speedrun's rule
     python -m use.score FOLDER --choices questions.jsonl or --hellaswag, which is the same
 
 FOLDER is one of `--save`. A file is one document, or has one in each line or row. The start token of a
@@ -24,12 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.errors import DataError
-from data.loader import Batch, TextSettings, make_batch, scored_text, to_device
+from data.loader import Batch, TextSettings, make_batch, scored_text, to_device, validation_stream
 from data.readers import Documents
+from data.shards import document_starts
 from data.vocabulary import BytePairs, Bytes
 from use.model import Saved, choose_device, load, logits, one_line, vocabulary_of
 
 ROWS = 4096     # tokens whose logits are in memory at a time
+PUBLIC_CHUNK = 262_144      # tokens that the public speedrun's validation scores at a time
 NAMES = ("ctx", "query", "question"), ("endings", "choices"), ("label", "gold", "answer")
 Sequence = tuple[np.ndarray, int, int]      # a document's tokens, where in them a sequence starts, its length
 
@@ -79,6 +82,24 @@ def score_shards(saved: Saved, folder: Path, tokens: int) -> float:
     total = sum(saved.model(to_device(batch, saved.model.device), saved.step)[1].double()
                 for batch in text.batches)
     return float(total) / text.tokens
+
+
+@torch.no_grad()
+def score_publicly(saved: Saved, folder: Path, tokens: int) -> float:
+    """The same by the public speedrun's rule: chunks of the text as it comes, whatever documents they cut.
+
+    `saved` has room for PUBLIC_CHUNK tokens a pass (`val_chunk`) and runs without FP8.
+    """
+    config, total = saved.model.config, 0.0
+    text = validation_stream(str(folder), config.vocab_size, tokens)
+    for first in range(0, tokens, PUBLIC_CHUNK):
+        part = text[first:min(first + PUBLIC_CHUNK, tokens) + 1]
+        starts = np.union1d([0], document_starts(part[:-1], config.document_start)).tolist()
+        lengths = np.diff([*starts, len(part) - 1]).tolist()
+        sequences = [(part, start, length) for start, length in zip(starts, lengths)]
+        batch = make_batch(sequences, len(part) - 1, len(sequences), max(lengths), config.document_start)
+        total += float(saved.model(to_device(batch, saved.model.device), saved.step)[1].double())
+    return total / tokens
 
 
 def token_losses(x: Tensor, head: Tensor, targets: Tensor, *_, **__) -> Tensor:
@@ -151,6 +172,8 @@ def arguments() -> argparse.ArgumentParser:
     option("--field", default="text", help="field or column with the text in .jsonl and .parquet")
     option("--shards", type=Path, metavar="DIR", help="token shards, whose validation text is scored")
     option("--tokens", type=int, metavar="N", help="of that text (default: as many as training scored)")
+    option("--public_rule", action="store_true",
+           help=f"also in chunks of {PUBLIC_CHUNK:,} tokens and without FP8; takes that much more memory")
     option("--choices", "--hellaswag", type=Path, action="append", default=[], metavar="FILE",
            help="questions, one JSON object a line")
     return parser
@@ -178,6 +201,10 @@ def main() -> None:
             tokens = options.tokens or saved.model.config.val_tokens
             loss = score_shards(saved, options.shards, tokens)
             print(f"{options.shards}: {loss!r} nats a token ({tokens:,} tokens)")
+            if options.public_rule:
+                wide = load(options.folder, saved.model.device, val_chunk=PUBLIC_CHUNK, fp8=())
+                public = score_publicly(wide, options.shards, tokens)
+                print(f"{options.shards}: {public!r} by the public rule, {public - loss:+.5f}")
         if options.files or options.choices:
             vocabulary = vocabulary_of(saved.facts, options.vocabulary)
         for name in options.files:
