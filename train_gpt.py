@@ -63,6 +63,7 @@ from records.run.ending import EXPECTED, exit_status
 from records.run.explain import (
     announcement,
     flops_per_token,
+    ngram_facts,
     rates,
     rates_text,
     run_facts,
@@ -1110,7 +1111,8 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
         raise
     finally:
         report.bar.close()
-    ending = startup | (ending_facts(world.device, config.data_path) if log.file else {})
+    ending = startup | ngram_facts(trainer.optimizer) | (
+        ending_facts(world.device, config.data_path) if log.file else {})
     summarise(report, log, config.target, config.vocab_size == embedded.VOCAB_SIZE, ending)
     return report
 

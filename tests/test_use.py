@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import train_gpt
 from data.loader import make_batch, validation_stream
 from data.vocabulary import Bytes
+from kernels import ngrams
 from records.run import settings, weights
 from records.run.settings import UserError
 from use import export, score
@@ -80,6 +81,18 @@ def test_a_saved_model_is_whole_and_holds_only_rows_that_were_written(trained, s
     look_up = saved.model.ops.lookup
     every = look_up(saved.model.ngrams.table, use_model.train_gpt.embedding.unsorted(torch.arange(1024)))
     assert torch.equal(every[numbers.long()], rows) and every.any(1).sum() == len(numbers)
+
+
+def test_a_log_says_how_many_rows_of_the_table_were_read(trained, shards):
+    """Against the rows of all batches, hashed once more."""
+    config, rows = train_gpt.parse_config(["--preset", "cpu", *SHORTER, "--data_path", str(shards)]), set()
+    trainer = train_gpt.Trainer(config, train_gpt.World())
+    for step in trainer.schedule:
+        for batch in trainer.loader.batches(step.index):
+            starts = trainer.model.positions(batch, step)[0].is_start
+            rows |= set(ngrams.ngram_index(batch.tokens, starts, config.ngrams, config.ngram_rows).tolist())
+    *_, summary = map(json.loads, (trained[0].parent / "log.jsonl").read_text().splitlines())
+    assert summary["ngram_rows_read"] == len(rows)
 
 
 @pytest.mark.parametrize("pieces", [[1] * 120, [85, 1, 1, 12, 2, 19]], ids=["token by token", "pieces"])

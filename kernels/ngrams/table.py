@@ -19,7 +19,7 @@ from kernels.sequence import previous
 # The factors of a token and of those before it. They are odd: a product with an odd number loses none of 64
 # bits.
 HASH = 998_244_353, 1_000_003, 2_654_435_761, 3_266_489_917, 668_265_263, 374_761_393
-PART = 2 ** 20  # rows that `written_rows` gathers at a time
+PART = 2 ** 20  # rows that are looked at together where all rows are
 
 
 def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], count: int,
@@ -51,6 +51,11 @@ class TableState(NamedTuple):
     second: Tensor  # (rows, columns / block) float32: mean squares of the gradient
     last: Tensor  # (rows,) float32: the number of the update that last moved a row
     steps: Tensor  # 0-dim float32: how many updates there were
+
+    def rows_updated(self) -> int:
+        """How many rows were ever read in training. The host waits."""
+        parts = self.last.split(PART)  # A comparison of the whole might not fit beside a long table.
+        return sum(int((part > 0).sum()) for part in parts)
 
 
 class InFlight:

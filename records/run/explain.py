@@ -51,6 +51,12 @@ def run_facts(trainer) -> dict[str, object]:
         "groups": rates(trainer.optimizer.groups)}
 
 
+def ngram_facts(optimizer) -> dict[str, int]:
+    """How many rows of the n-gram table the training read, for a log's summary; nothing without a table."""
+    tables = [shard.table for shard in optimizer.shards.values() if hasattr(shard, "table")]
+    return {"ngram_rows_read": tables[0].rows_updated()} if tables else {}
+
+
 def announcement(facts: dict, devices: str) -> str:
     """The first lines of a run, from the facts that its log's header has."""
     note = f" ({facts['attention_note']})" if facts["attention_note"] else ""

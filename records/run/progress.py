@@ -112,6 +112,8 @@ def summarise(report: Report, log: RunLog, target: float, bits: bool, ending: di
     print(f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, max "
           f"{max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
           f"started in {ending['startup_s']:.1f} s")
+    if "ngram_rows_read" in ending:
+        print(f"n-gram rows that were read in training: {ending['ngram_rows_read']:,}")
     if report.scores:
         print("scored: " + ", ".join(f"{name} {loss:.4f}" for name, loss in report.scores.items()))
     if log.path:
