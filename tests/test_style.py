@@ -11,6 +11,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
+import mutate
 import pytest
 from conftest import ROOT
 
@@ -274,6 +275,13 @@ def test_what_an_unused_name_is():
 def test_no_module_of_data_shadows_the_standard_library():
     names = {name.removeprefix("data/").removesuffix(".py") for name in PYTHON if name.startswith("data/")}
     assert not (shadows := names & set(sys.stdlib_module_names)), f"rename data/{min(shadows)}.py"
+
+
+def test_every_mutation_still_has_its_line():
+    """Otherwise `python -m tests.mutate` tries fewer and fewer."""
+    table = mutate.read_table(mutate.TABLE.read_text())
+    stale = [m for m in table if (ROOT / m.file).read_text().count(m.old) != 1]
+    assert not stale, f"mend tests/mutations.txt: {stale}"
 
 
 def test_no_generated_file_is_committed():
