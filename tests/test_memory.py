@@ -105,6 +105,19 @@ def test_given_settings_stay(fit_into, fitting):
     assert choice.ngram_rows < fitting.config.ngram_rows
 
 
+def test_tools_get_what_fits_as_flags(fit_into, fitting, monkeypatch):
+    """Behind the person's own settings, which stay."""
+    argv = ["--data_path", fitting.config.data_path, "--micro_batches", "16"]
+    monkeypatch.setattr(fit, "room_of", lambda _: int(22e9))
+    monkeypatch.setattr(fit, "Fitting", lambda *_: fitting)
+    fitting.room, fitting.config = int(22e9), replace(fitting.config, micro_batches=16)
+    flags = fit.fitted(argv, fake_world(), train_gpt)
+    assert flags[:4] == argv and "--micro_batches" not in flags[4:]
+    config = train_gpt.parse_config(flags)
+    assert config.micro_batches == 16 and config.ngram_rows < train_gpt.SPEEDRUN.ngram_rows
+    assert fitting.need(config).total(True) <= int(22e9)
+
+
 def test_a_limit_from_the_environment(monkeypatch):
     fractions = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(100e9), int(141e9)))

@@ -90,6 +90,13 @@ def fit(config, given: Collection[str], world, trainer: type):
     return choice
 
 
+def fitted(argv: list[str], world, program) -> list[str]:
+    """The command line `argv` with what `fit` chooses behind it, for tools that train in their own way."""
+    config, options = program.parse(argv)
+    choice = fit(config, options["given"], world, program.Trainer)
+    return [*argv, *" ".join(changes(config, choice)).split()]
+
+
 def changes(config, choice) -> dict[str, str]:
     """The flags that make `config` into `choice`, and what each of them costs."""
     return {f"--{name} {getattr(choice, name)}": why for name, why in COSTS.items()

@@ -32,6 +32,7 @@ import train_gpt
 from data.loader import to_device
 from data.shards import ShardError
 from records.run.clock import Clock
+from records.run.fit import fitted
 from records.run.log import LogError
 from records.run.progress import Diverged
 from records.run.settings import UserError, change, defaults, split_values
@@ -127,7 +128,7 @@ def time_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, 
 
 def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
     free(world)
-    report = train_gpt.run(config, world, time.time())
+    report = train_gpt.run(change(config, save=""), world, time.time())     # Only its numbers are wanted.
     by_stage: dict[int, list[float]] = {}
     for step, ms in zip(train_gpt.Schedule(config), report.step_ms):
         by_stage.setdefault(step.batch_tokens, []).append(ms)
@@ -216,14 +217,16 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 def main() -> int:
     try:
         options, settings = arguments()
-        config = train_gpt.parse_config(settings)
+        train_gpt.parse_config(settings)    # Wrong settings end here.
         # Each checkout runs in processes of its own, started by the first rank.
         if options.against:
             if int(os.environ.get("RANK", 0)) == 0:
                 print(compare_checkouts(options.against, settings, options.repeat))
             return 0
-        variants = {AS_GIVEN: config} | {text: vary(text, settings, options.train) for text in options.tries}
         world = train_gpt.World()
+        settings = fitted(settings, world, train_gpt)
+        config = train_gpt.parse_config(settings)
+        variants = {AS_GIVEN: config} | {text: vary(text, settings, options.train) for text in options.tries}
         say = functools.partial(print, flush=True) if world.rank == 0 else lambda *_: None
         if options.check:
             for deterministic in (True, False):

@@ -21,6 +21,7 @@ from tqdm import tqdm
 import train_gpt
 from data.loader import to_device
 from data.shards import ShardError
+from records.run.fit import fitted
 from records.run.settings import UserError
 
 # The family of a kernel is the first whose pattern its name has.
@@ -126,9 +127,9 @@ def main() -> int:
                         help="where traces go (default: profile)")
     options, settings = parser.parse_known_args()
     try:
-        config = train_gpt.parse_config(settings)
+        train_gpt.parse_config(settings)    # Wrong settings end here.
         world = train_gpt.World()
-        trainer = train_gpt.Trainer(config, world)
+        trainer = train_gpt.Trainer(train_gpt.parse_config(fitted(settings, world, train_gpt)), world)
     except (UserError, ShardError) as error:
         print(f"records.tools.profile: {error}", file=sys.stderr)
         return 2
