@@ -137,6 +137,8 @@ def head_loss(
 
     No gradient flows from the next-token loss.
     """
+    if not torch.is_grad_enabled():  # A function of autograd would make the logits' gradient all the same.
+        x, head = x.detach(), head.detach()
     all_targets = torch.stack(later_targets(targets, is_start, len(weights)), dim=1)
     total, losses = HeadLoss.apply(x, head, all_targets, weights, fp8, candidate_weights, grad)
     return total, losses[0]

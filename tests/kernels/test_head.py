@@ -7,6 +7,7 @@ from checks import DEVICE, error, random, same_bits
 from data.packing import sample_candidates
 from kernels.gradients import Gradient
 from kernels.loss import among_candidates, head_loss, head_loss_reference
+from kernels.loss import head as head_module
 
 DTYPE_OF_HEAD = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
@@ -49,6 +50,18 @@ def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_reference():
         results.append([total.detach(), *torch.autograd.grad(2 * total, (x, head))])
     for exact, reference, kernel, slack in zip(*results, (3e-3, 0, 0)):  # one loss may be right by luck
         assert error(kernel, exact.double()) <= 2 * error(reference, exact.double()) + slack
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_validation_makes_no_gradient(fp8, monkeypatch):
+    """Parameters want a gradient wherever they are; without autograd nobody would read it."""
+    *inputs, _ = head_inputs(48, 32, 320, 1, False)
+    made, inner = [], head_module.cross_entropy
+    monkeypatch.setattr(head_module, "cross_entropy", lambda *x: (made.append(x[3]), inner(*x))[1])
+    expected = head_loss(*inputs, fp8)[0]
+    with torch.no_grad():
+        assert head_loss(*inputs, fp8)[0] == expected.detach()
+    assert made[0] is not None and made[1] is None
 
 
 @pytest.mark.parametrize("fp8", [False, True])
