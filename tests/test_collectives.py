@@ -31,7 +31,8 @@ class Memory:
     """What a rendezvous returns."""
 
     def __init__(self, everyones: list[torch.Tensor], barrier: threading.Barrier):
-        self.everyones, self.barrier = everyones, lambda: barrier.wait(timeout=30)
+        self.everyones = everyones
+        self.barrier = lambda timeout_ms: barrier.wait(min(timeout_ms / 1000, 30))
 
     def get_buffer(self, rank: int, shape: tuple, dtype: torch.dtype, first: int) -> torch.Tensor:
         whole = self.everyones[rank].view(-1)

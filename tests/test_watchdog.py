@@ -1,6 +1,7 @@
 """A rank that is stopped or gone is noticed by the others, which end; one that has ended is not missed."""
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from conftest import ROOT, environment
 
 import train_gpt
 from data.shards import ShardError
+from records.run.ending import EXPECTED, exit_status
 
 RANK = """
 import sys, time
@@ -55,6 +57,44 @@ def test_a_stopped_rank_ends_the_others(ranks):
     assert f"noted: {reason}" in ranks[0].stdout.read()
     assert f"train_gpt.py: {reason}" in ranks[0].stderr.read()
     assert ranks[1].wait(5) == -signal.SIGKILL
+
+
+HANG = """
+import time
+from datetime import timedelta
+from kernels.ranks import world
+world.PATIENCE = timedelta(seconds=3)
+ranks = world.World()
+ranks.barrier()
+if ranks.rank == 1:
+    time.sleep(30)
+try:
+    ranks.barrier()
+except world.RankError as error:
+    print(error)
+"""
+
+
+def test_a_rank_that_hangs_is_not_awaited_for_ever():
+    """Its threads live, so that the watchdog is content; the collective itself gives up."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = [sys.executable, "-c", HANG]
+    processes = [subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                  env=environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank),
+                                                  MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
+                 for rank in range(2)]
+    said, errors = processes[0].communicate(timeout=25)
+    processes[1].kill()
+    processes[1].communicate()
+    assert said.startswith("another rank has ended, or has not answered for "), errors
+
+
+def test_a_gpu_that_gives_up_ends_in_one_line(capsys):
+    error = torch.AcceleratorError("CUDA error: unspecified launch failure\nMore.")
+    assert exit_status(error, 0) == 2 and isinstance(error, EXPECTED)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("train_gpt.py: CUDA error: unspecified launch failure; this GPU failed, or waited")
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory\nMore."), ShardError("bad")])

@@ -22,7 +22,9 @@ recorded (kernels/streams.py).
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -34,6 +36,25 @@ from kernels.streams import beside, side_stream
 # torch 2.13 renamed both.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+# How long ranks wait for one that neither answers nor ends. Compilation may keep one for minutes.
+PATIENCE = timedelta(minutes=10)
+
+
+class RankError(Exception):
+    """The ranks do not fit the machine, or one is lost. The message is one line: what, and what to do."""
+
+
+@contextmanager
+def with_others() -> Iterator[None]:
+    """RankError where torch.distributed fails inside, because another rank has ended or hangs."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise RankError(f"another rank has ended, or has not answered for {PATIENCE.total_seconds():.0f} s "
+                        f"({reason})") from None
 
 
 class Copies(NamedTuple):
@@ -50,7 +71,8 @@ Work = dist.Work | Copies | None  # a collective under way; None: there is only 
 def wait(work: Work) -> None:
     """Wait for a collective. On a GPU only the current stream waits, not the program."""
     if work is not None:
-        work.wait()
+        with with_others():
+            work.wait()
 
 
 class Collectives:
@@ -161,11 +183,13 @@ class PeerCopies(Collectives):
             source = self.staging[kind].copy_(source.reshape(-1))
         memory, first = self.memories[source.untyped_storage().data_ptr()], source.storage_offset()
         first += self.rank * into[0].numel() if own_part else 0
-        memory.barrier()
+        # A barrier that gives up names the rank on the standard output, and stops all work on its GPU.
+        limit = int(PATIENCE.total_seconds() * 1000)
+        memory.barrier(timeout_ms=limit)
         for step in range(self.size):
             peer = (self.rank + step) % self.size  # in each step every rank reads from another one
             into[peer].copy_(memory.get_buffer(peer, into[0].shape, source.dtype, first), non_blocking=True)
-        memory.barrier()
+        memory.barrier(timeout_ms=limit)
 
     def add_up(self, out: Tensor, source: Tensor, own_part: bool) -> None:
         """out becomes the sum over ranks of their `source`, or of this rank's part of it."""

@@ -6,14 +6,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.ranks.collectives import Collectives, PeerCopies, can_copy, ranks_here
+from kernels.ranks.collectives import (
+    PATIENCE,
+    Collectives,
+    PeerCopies,
+    RankError,
+    can_copy,
+    ranks_here,
+    with_others,
+)
 from kernels.ranks.nodes import Nodes, groups
 from kernels.ranks.watchdog import Watchdog
 from kernels.streams import side_stream
-
-
-class RankError(Exception):
-    """The ranks do not fit the machine. The message is one line: what was found, and what to do."""
 
 
 def hash_bits(x: Tensor) -> Tensor:
@@ -60,7 +64,7 @@ class World:
         self.watchdog = None
         if self.size > 1:
             try:
-                dist.init_process_group("nccl" if on_gpu else "gloo",
+                dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE,
                                         device_id=self.device if on_gpu else None)
                 self.watchdog = Watchdog(self.rank, self.size)
             except (RuntimeError, ValueError) as error:     # torch's own errors among them
@@ -108,7 +112,8 @@ class World:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.size > 1:
-            dist.barrier()
+            with with_others():
+                dist.barrier()
 
     def close(self) -> None:
         """End the process group, if there is one."""

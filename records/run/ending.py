@@ -12,8 +12,9 @@ from records.run.log import LogError
 from records.run.progress import Diverged
 from records.run.settings import UserError
 
-EXPECTED = (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError, OSError,
-            KeyboardInterrupt)  # Anything else is a mistake of the program and keeps its traceback.
+# Anything else is a mistake of the program and keeps its traceback.
+EXPECTED = (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError,
+            torch.AcceleratorError, OSError, KeyboardInterrupt)
 
 
 def exit_status(error: BaseException, rank: int) -> int:
@@ -24,6 +25,9 @@ def exit_status(error: BaseException, rank: int) -> int:
     message, status = (str(error) or "interrupted").splitlines()[0], 2
     if isinstance(error, KeyboardInterrupt):
         message, status = str(error) or "interrupted; the log so far is complete", 130
+    elif isinstance(error, torch.AcceleratorError):
+        message += ("; this GPU failed, or waited too long for a rank, which a line above then names "
+                    "(CUDA_LAUNCH_BLOCKING=1 shows where)")
     elif isinstance(error, OSError):
         message, status = system_error(error)
     if rank:
