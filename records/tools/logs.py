@@ -2,9 +2,11 @@
 import glob
 import gzip
 import hashlib
+import io
 import json
 import re
 import zlib
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -65,11 +67,10 @@ def read_log(path: Path) -> Run:
     """A log of ours or a foreign one as a `Run`. One that was cut short gives a partial run and says so."""
     path = Path(path)
     contents = read_bytes(path)
-    text = contents.decode(errors="replace")
-    if not text.strip():
+    if not contents.strip():
         raise RecordError(f"{path}: empty; the run has not written its header yet, or died before it could")
-    ours = path.name.endswith((".jsonl", PACKED)) or text.lstrip().startswith("{")
-    run = parse(text, path) if ours else parse_foreign(text, path)
+    ours = path.name.endswith((".jsonl", PACKED)) or contents.lstrip().startswith(b"{")
+    run = parse(contents, path) if ours else parse_foreign(contents.decode(errors="replace"), path)
     run.sha256 = hashlib.sha256(contents).hexdigest()
     return run
 
@@ -89,28 +90,25 @@ def read_bytes(path: Path) -> bytes:
     return contents
 
 
-def parse(text: str, path: Path) -> Run:
-    """The text of a `log.jsonl` as a `Run`."""
+def parse(contents: bytes, path: Path) -> Run:
+    """The contents of a `log.jsonl` as a `Run`."""
     lines: dict[str, list[dict]] = {kind: [] for kind in LINES}
-    warnings = []
-    rows = text.splitlines()
-    for number, row in enumerate(rows, 1):
-        last = number == len(rows)
+    numbers, warnings = {kind: Columns(kind, path) for kind in ("step", "validation")}, []
+    for number, row in enumerate(io.BytesIO(contents), 1):
         try:
-            line = json.loads(row)
+            line = json.loads(row.decode(errors="replace"))
         except (ValueError, RecursionError) as error:
-            if last and number > 1 and not text.endswith("\n"):
+            if number > 1 and not row.endswith(b"\n"):
                 warnings.append(f"line {number} is incomplete: the log is still being written or was cut off")
                 break
-            raise RecordError(f"{path}:{number}: not JSON ({error}): {row[:60]!r}; the log is damaged "
-                              "here") from None
+            raise RecordError(f"{path}:{number}: not JSON ({error}): {row[:60].decode(errors='replace')!r}; "
+                              "the log is damaged here") from None
         check_line(line, f"{path}:{number}", first=number == 1)
         if lines["summary"] or lines["stopped"]:
             raise RecordError(f"{path}:{number}: a line after the run's last one; two runs wrote into one "
                               "log")
-        lines[line["kind"]].append(line)
-    run = Run(path, lines["header"][0], columns(lines["step"], "step", path),
-              columns(lines["validation"], "validation", path),
+        numbers.get(line["kind"], lines[line["kind"]]).append(line)
+    run = Run(path, lines["header"][0], numbers["step"].arrays(), numbers["validation"].arrays(),
               scores={line["text"]: line["loss"] for line in lines["score"]},
               summary=next(iter(lines["summary"]), None), warnings=warnings)
     if lines["stopped"]:
@@ -120,6 +118,30 @@ def parse(text: str, path: Path) -> Run:
         run.warnings.append(f"not finished: no summary after step {len(run.steps['step'])} of "
                             f"{run.planned_steps or '?'}")
     return run
+
+
+class Columns:
+    """The numbers of a kind of line, field by field: a run may have millions of steps."""
+
+    def __init__(self, kind: str, path: Path):
+        self.kind, self.path = kind, path
+        self.values = {name: array("q" if kinds is int else "d") for name, kinds in LINES[kind].items()}
+        self.pairs = {"windows"} if kind == "step" else set()       # which have two numbers a line
+        self.missing = SCHEDULE if kind == "step" else {}
+        self.values |= {name: array("d") for name in self.missing}
+
+    def append(self, line: dict) -> None:
+        try:
+            for name, values in self.values.items():
+                value = line[name] if name in line else self.missing[name]
+                values.extend(value) if name in self.pairs else values.append(value)
+        except (TypeError, OverflowError) as error:
+            raise RecordError(f"{self.path}: a {self.kind} line holds no plain number ({error})") from None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Field -> values (n,): int64 for counts, float64 for the rest; a step's windows are (n, 2)."""
+        found = {name: np.array(values) for name, values in self.values.items()}
+        return {name: x.reshape(-1, 2) if name in self.pairs else x for name, x in found.items()}
 
 
 def check_line(line: dict, where: str, first: bool) -> None:
@@ -155,16 +177,3 @@ def check_header(header: dict, where: str) -> None:
         flatten(header[name])
     if not 1 <= header["world_size"] <= MOST_RANKS or len(header["devices"]) > MOST_RANKS:
         raise RecordError(f"{where}: {header['world_size']} ranks, {len(header['devices'])} devices")
-
-
-def columns(lines: list[dict], kind: str, path: Path) -> dict[str, np.ndarray]:
-    """Field -> values (n,): int64 for counts, float64 for the rest; a step's windows are (n, 2)."""
-    try:
-        found = {name: np.array([line[name] for line in lines], np.int64 if kinds is int else np.float64)
-                 for name, kinds in LINES[kind].items()}
-        if kind == "step":
-            found |= {name: np.array([line.get(name, missing) for line in lines], np.float64)
-                      for name, missing in SCHEDULE.items()}
-        return found
-    except (ValueError, TypeError, OverflowError) as error:
-        raise RecordError(f"{path}: a {kind} line holds no plain number ({error})") from None
