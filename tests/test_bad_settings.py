@@ -73,7 +73,7 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
     (["--fp8", "1"], ["--fp8 1: expected a name out of head, attention, mlp"]),
     (["--fp8", "head,tail"], ["--fp8 head,tail: expected a name out of head", "in place of tail"]),
     (["--reference", "fish"], ["--reference fish: use names out of lookup, smear", "all, or none"]),
-    (["--preset", "huge"], ["--preset huge", "speedrun, corpus, cpu"]),
+    (["--preset", "huge"], ["--preset huge", "speedrun, corpus, single, cpu"]),
     (["--timetable", "9" * 5000], ["--timetable 999", "from 1 to 4,096"]),
 ])
 def test_bad_settings(arguments, parts):

@@ -105,6 +105,13 @@ def test_given_settings_stay(fit_into, fitting):
     assert choice.ngram_rows < fitting.config.ngram_rows
 
 
+def test_the_preset_for_one_small_gpu_fits_as_it_is(fit_into, speedrun):
+    """24 GB, as their makers count, in which a context of CUDA needs half of one."""
+    config = replace(train_gpt.PRESETS["single"], data_path=speedrun.data_path)
+    fitting = fit.Fitting(config, fake_world(), int(24.0e9) - fit.OUTSIDE, train_gpt)
+    assert fitting.first(())[0] == config
+
+
 def test_tools_get_what_fits_as_flags(fit_into, fitting, monkeypatch):
     """Behind the person's own settings, which stay."""
     argv = ["--data_path", fitting.config.data_path, "--micro_batches", "16"]
