@@ -48,12 +48,13 @@ from data.loader import (
     to_device,
 )
 from data.packing import round_up
-from kernels import attention, embedding, fp8, loss, mlp, ngrams
+from kernels import attention, embedding, fp8, loss, mlp, ngrams, retrieval
 from kernels import optimizer as updates
 from kernels.gradients import gradient_of
 from kernels.ranks.collectives import Collectives, Work, wait
 from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, stops_of, timetable
 from kernels.ranks.world import World, launched
+from kernels.sequence import starts
 from kernels.streams import beside, side_stream
 from records.run import settings
 from records.run.checkpoint import Keeper, check_saving, find, restore
@@ -175,6 +176,12 @@ class Config:
     # N-grams ignore case, accents and leading spaces (record 92 of the public speedrun). Worth 0.005 on `val`
     # and 0.006 on two other texts, one pair of runs. Only for GPT-2's vocabulary.
     ngram_classes: bool = False
+    # More such rows, for guesses of the next token: what followed when the last so many tokens came before,
+    # in this sequence or in earlier steps (kernels/retrieval; open proposals to the public speedrun; their
+    # authors save 2.9% and 46% of the steps; not measured here). A record's class names retrieval.
+    near_match: tuple[Few, ...] = ()
+    retrieval: tuple[Few, ...] = ()
+    retrieval_slots: Positive = 1_000_000_000    # ends of text that the index holds at most, 8 bytes each
     # A table with a row for each token is added to attention's values: its identity skips the layers above
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
@@ -328,6 +335,7 @@ class Ops(NamedTuple):
     lookup: Callable                # rows of a table, whose gradient reaches only those rows
     smear: Callable                 # adds a share of the token before to each token's embedding
     ngram_index: Callable           # hashes the n-grams that end at each token
+    suffix_keys: Callable           # hashes ends of text of any length
     norm_fork: Callable             # sums a residual stream and norms it, for several readers
     qkv: Callable                   # queries, keys and values from the normed stream
     share_values: Callable          # n-gram rows for the values of all layers
@@ -346,7 +354,8 @@ def references(compile: Callable = lambda function: function) -> Ops:
     """Every operation in plain PyTorch, each passed through `compile`."""
     return Ops(
         lookup=compile(embedding.lookup_reference), smear=compile(embedding.smear_reference),
-        ngram_index=compile(ngrams.ngram_index), norm_fork=compile(mlp.norm_fork_reference),
+        ngram_index=compile(ngrams.ngram_index), suffix_keys=compile(retrieval.suffix_keys),
+        norm_fork=compile(mlp.norm_fork_reference),
         qkv=partial(attention.project_heads, compile(attention.qkv_heads_reference)),
         share_values=ngrams.share_values_reference, mlp_input=compile(mlp.mlp_input_reference),
         feed_forward=compile(mlp.feed_forward_reference), before_head=compile(mlp.before_head),
@@ -464,6 +473,10 @@ class GPT(nn.Module):
         classes = torch.from_numpy(gpt2_classes()) if config.ngram_classes else None
         self.ngrams = ngrams.NGrams(config.ngrams, config.ngram_rows, config.head_dim, last, collectives,
                                     self.dtype, device, classes)
+        capacity = sum(step.batch_tokens for step in Schedule(config))
+        self.guesses = retrieval.Guesses(config.near_match, config.retrieval, config.retrieval_slots,
+                                         capacity, self.ops.suffix_keys, device)
+        self.ngrams.read_guesses(self.guesses)
         self.attention_scalars = scalars(last, 2)                           # of Q, K and V, and of O
         self.residual_scalars = scalars(last, 2)                            # a and c of `mlp_input`
         self.scalars = scalars(2)                                           # of smear and of backout
@@ -521,8 +534,7 @@ class GPT(nn.Module):
     def positions(self, batch: Batch, step: "Step") -> tuple[attention.Positions, float]:
         """Rotary tables and starts of sequences for the batch's tokens, and attention's scale."""
         n = len(batch.tokens)
-        is_start = torch.zeros(n + 1, dtype=torch.bool, device=self.device)
-        is_start = is_start.index_fill_(0, batch.cu_seqlens.long(), True)[:n]
+        is_start = starts(batch.cu_seqlens, n)
         cos, sin, scale = self.rotary[step.windows[1] * self.config.window_block]
         return attention.Positions(cos[:n], sin[:n], is_start), scale
 
@@ -761,7 +773,7 @@ class RowAdam:
     def __init__(self, group: Group, config: Config, model: GPT):
         self.group, self.config = group, config
         by_row = model.ops.row_adam is updates.row_adam
-        most = max(stage.batch_tokens for stage in config.stages) * len(config.ngrams) * config.adam_every
+        most = max(stage.batch_tokens for stage in config.stages) * model.ngrams.heads * config.adam_every
         self.table = model.ngrams.optimizer_state(config.ngram_block, most if by_row else None)
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
@@ -1041,6 +1053,7 @@ class Trainer:
                     optimizer.check_finite(self.loss)
             training_loss.backward()
         optimizer.step()
+        self.model.guesses.learn(batches, self.world.collectives.all_gathered)
 
     def capture(self, step: Step, batches: list[Batch]) -> None:
         """Record what a step of this kind does as a CUDA graph, from now on replayed by one launch."""
@@ -1079,6 +1092,7 @@ class Trainer:
             for steps_done in self.validation_points():
                 self.model(batch, self.schedule.validation(steps_done))
         self.optimizer.restore(snapshot)
+        self.model.guesses.forget()
         self.world.barrier()                        # Start-up takes as long as the slowest rank's.
 
     def validation_points(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Shifts along packed sequences that never cross the start of one."""
+"""Where packed sequences start, and shifts along them that never cross the start of one."""
 import torch
 from torch import Tensor
 
@@ -10,3 +10,9 @@ def previous(x: Tensor, is_start: Tensor) -> Tensor:
     """
     shifted = torch.cat([x[:1], x[:-1]])
     return shifted.masked_fill(is_start.view(-1, *[1] * (x.dim() - 1)), 0)
+
+
+def starts(cu_seqlens: Tensor, n: int) -> Tensor:
+    """Whether a sequence starts at each of n tokens, (n,) bool; `cu_seqlens` as in a batch, n at its end."""
+    is_start = torch.zeros(n + 1, dtype=torch.bool, device=cu_seqlens.device)
+    return is_start.index_fill_(0, cu_seqlens.long(), True)[:n]

@@ -111,7 +111,8 @@ def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fil
     shards["rows"] = SimpleNamespace(table=table, group=SimpleNamespace(betas=(0.0, 0.99)))
     optimizer = SimpleNamespace(shards=shards, finite=torch.tensor(True), tied=True, averages=averages)
     return SimpleNamespace(optimizer=optimizer, world=world, config=config,
-                           schedule=train_gpt.Schedule(config))
+                           schedule=train_gpt.Schedule(config),
+                           model=SimpleNamespace(guesses=SimpleNamespace(index=None)))
 
 
 def made_up_table(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fill: bool) -> ngrams.TableState:

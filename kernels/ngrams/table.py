@@ -97,7 +97,14 @@ class NGrams(nn.Module):
             table = torch.empty(rows, head_dim // collectives.size, dtype=dtype, device=device)
             self.table = nn.Parameter(table)  # this rank's columns
             self.scales = nn.Parameter(torch.zeros(layers, len(self.lengths), device=device))
+        self.guesses, self.heads = None, len(self.lengths)  # what else rows are read for; how many in all
         self.row_gradients: RowGradients | None = None  # where the table's gradient goes; None: to table.grad
+
+    def read_guesses(self, guesses) -> None:
+        """Tokens also read rows for guesses of the next token, by a `retrieval.Guesses`."""
+        if guesses.kinds:
+            self.guesses, self.heads = guesses, self.heads + guesses.kinds
+            self.scales = nn.Parameter(self.scales.new_zeros(len(self.scales), self.heads))
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -114,6 +121,9 @@ class NGrams(nn.Module):
         if not self.lengths:
             return None
         rows = hash_rows(tokens, is_start, self.lengths, len(self.table), self.classes)
+        if self.guesses is not None:
+            guessed = self.guesses.rows(tokens, is_start, len(self.table))
+            rows = torch.cat([rows.view(len(tokens), -1), guessed], 1).flatten()
         return self.collectives.all_gathered(rows)
 
     def send(self, index: Tensor | None, lookup: Callable, sort: Callable, share: Callable) -> InFlight:
@@ -125,7 +135,7 @@ class NGrams(nn.Module):
         exchange = ColumnExchange(self.collectives)
         if index is not None:
             exchange.send(lookup(self.table, sort(index), self.row_gradients))
-        return InFlight(exchange, len(self.lengths), self.scales, share)
+        return InFlight(exchange, self.heads, self.scales, share)
 
     def optimizer_state(self, block: int, capacity: int | None) -> TableState:
         """State for an optimizer by rows; neighbouring columns share a mean square, `block` of them.

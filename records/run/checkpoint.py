@@ -12,6 +12,7 @@ Tensors are cut by parameter and not by rank, so that other ranks find their par
     GROUP/steps                         how many updates there were
     TABLE/rows of rank r/k              of the n-gram table, rows that have been updated: numbers, and in
                                         r's columns weight, second, last (see `TableState`)
+    retrieval/text                      with `--retrieval`: the text of all steps, to index it again
     TABLE/pending rows of rank r        rows that have a gradient, and it: between two steps of one update
 
 A step first copies the state on the device, which takes milliseconds; rows of the n-gram table go straight to
@@ -27,6 +28,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +38,7 @@ from torch import Tensor
 
 from kernels.streams import side_stream
 from records.run.log import LogError, disk_errors
-from records.run.settings import UserError
+from records.run.settings import UserError, shown
 from records.run.weights import (
     TensorFiles,
     check_place,
@@ -60,9 +62,12 @@ FREE = {"preset", "name", "runs", "target", "data_path", "val_tokens", "val_ever
 def check_saving(config) -> None:
     """UserError for settings of `--save`, `--checkpoint` and `--resume` that cannot work."""
     check_place(config)
+    if config.save and (config.near_match or config.retrieval):
+        raise UserError(f"--save {shown(config.save)} with --near_match or --retrieval: a saved model lacks "
+                        "what they look up, and use/ does not know them; give --save=")
     wanted = config.checkpoint_every > 0 or config.checkpoint_on_stop
     if config.checkpoint_every < 0 or wanted != bool(config.checkpoint):
-        raise UserError(f"--checkpoint {config.checkpoint or 'none'} --checkpoint_every "
+        raise UserError(f"--checkpoint {shown(config.checkpoint or 'none')} --checkpoint_every "
                         f"{config.checkpoint_every}: give a folder and a number of steps, or "
                         "--checkpoint_on_stop true")
     if config.runs > 1 and (config.checkpoint or config.resume):
@@ -123,6 +128,8 @@ def copy_state(trainer, steps_done: int) -> Copy:
         if pending and shard.weight.ndim == 1:
             for i, p in enumerate(shard.group.params):
                 tensors[f"{name}/{i}/grads of rank {world.rank}@0"] = p.grad.flatten().clone()
+    if world.rank == 0 and (index := trainer.model.guesses.index):
+        tensors["retrieval/text"] = index.written()
     return Copy(steps_done, tensors, optimizer.finite.clone())
 
 
@@ -358,6 +365,10 @@ def restore(trainer, found: Found) -> int:
             p.copy_(pieces.numbers(f"{name}/{i}/weight", 0, p))
             if pending and shard.weight.ndim == 1:
                 p.grad.copy_(own_gradient(f"{name}/{i}/grads", p, pieces, found.index["ranks"], world))
+    if index := trainer.model.guesses.index:
+        steps = [step.batch_tokens for step in islice(trainer.schedule, found.step)]
+        for text in pieces.tensor("retrieval/text").split(steps):
+            index.add(text.to(world.device))
     optimizer.tied = trainer.schedule.at(found.step - 1).tied
     return found.step
 

@@ -71,7 +71,11 @@ def model_faults(c) -> Iterator[Fault]:
     yield c.rotary_base < 1, "rotary_base", "use 1 or more"
     yield (c.gate_channels % 2 or c.gate_channels > c.width, "gate_channels",
            f"half are of x and half of a value row; use an even number of at most {c.width}")
-    yield (len(c.ngrams) > c.heads, "ngrams", f"each takes a head; use at most {c.heads} or more heads")
+    kinds, guesses = len(c.ngrams) + bool(c.near_match) + 2 * bool(c.retrieval), c.near_match or c.retrieval
+    yield (kinds > c.heads, "ngrams near_match retrieval" if guesses else "ngrams",
+           f"each takes a head{', and retrieval two' * bool(guesses)}; use at most {c.heads} or more heads")
+    yield (guesses and not (c.ngrams and c.ngram_rows), "ngrams ngram_rows",
+           "near_match and retrieval need the n-gram table, which is off; set both to none")
     yield (c.ngram_classes and c.vocab_size != GPT2_SIZE, "ngram_classes vocab_size",
            f"only GPT-2's {GPT2_SIZE} tokens have classes")
 

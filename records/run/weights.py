@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from records.run.log import disk_errors
-from records.run.settings import UserError
+from records.run.settings import UserError, shown
 
 FORMAT, VERSION = "readable-speedrun-model", 1
 LOG = "log"                             # `--save log`: into the folder of the run's log
@@ -127,10 +127,14 @@ def check_place(config) -> None:
     if not config.save or config.save == LOG:
         return
     if config.runs > 1:
-        raise UserError(f"--save {folder} with --runs {config.runs}: each would replace the one before; "
+        raise UserError(f"--save {shown(folder)} with --runs {config.runs}: each would replace the last; "
                         f"--save {LOG} gives each run its own")
-    if folder.exists() and not (folder / "config.json").exists():
-        raise UserError(f"--save {folder}: it exists and is no model's folder; choose another name")
+    try:
+        other = folder.exists() and not (folder / "config.json").exists()
+    except OSError as error:                # as for a name that is too long
+        raise UserError(f"--save {shown(folder)}: {error.strerror}; choose another name") from None
+    if other:
+        raise UserError(f"--save {shown(folder)}: it exists and is no model's folder; choose another name")
 
 
 def prepare(model, schedule) -> list[str]:

@@ -22,9 +22,10 @@ def table_parameters(header: dict) -> int:
 
 
 def table_class(header: dict) -> str:
-    """The smallest class by table parameters that a run belongs to."""
+    """The smallest class by table parameters that a run belongs to; it names retrieval, if that was on."""
     count = table_parameters(header)
-    return next((name for name, most in CLASSES.items() if count <= most), "open")
+    name = next((name for name, most in CLASSES.items() if count <= most), "open")
+    return name + " + retrieval" * bool(header["config"].get("retrieval"))
 
 
 def check_rules(data: dict, runs: list[Run], second: Run | None) -> list[str]:

@@ -1,0 +1,176 @@
+"""Guesses of the next token: against a plain search, what they may depend on, and in whole runs."""
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY, environment
+
+import train_gpt
+from kernels import ngrams
+from kernels.ranks.collectives import Collectives
+from kernels.retrieval import Guesses, near_guesses, suffix_keys
+from kernels.sequence import starts
+from records.run.settings import UserError
+from records.tools.logs import read_log
+from records.tools.rules import table_class
+
+CPU = torch.device("cpu")
+LENGTHS = 1, 3, 5
+SHORT = ("--head_dim 16 --qk_dim 16 --ngrams 2 --near_match 1,2 --retrieval 1,2 --micro_batches 2 --steps 4 "
+         "--extra_steps 1 --batch_tokens 256,512,768 --val_every 0 --val_tokens 512 --save=")
+
+
+def random_batches(steps: int, micro_batches: int, n: int, vocabulary: int) -> list[list[train_gpt.Batch]]:
+    """Steps of micro-batches with short sequences of few different tokens, so that much is found again."""
+    rng, made = np.random.default_rng(0), []
+    for _ in range(steps * micro_batches):
+        begins = np.union1d([0], rng.choice(n, 6)).tolist()
+        tokens = torch.from_numpy(rng.integers(0, vocabulary, n).astype(np.int32))
+        cu_seqlens = torch.tensor(begins + [n] * (8 - len(begins)), dtype=torch.int32)
+        made.append(train_gpt.Batch(tokens, tokens, cu_seqlens, tokens[:0], n))
+    return [made[i:i + micro_batches] for i in range(0, len(made), micro_batches)]
+
+
+def sequences(batch: train_gpt.Batch) -> Iterator[list[int]]:
+    """Its sequences, whose tokens count from 1."""
+    bounds = batch.cu_seqlens.unique().tolist()
+    yield from ((batch.tokens[a:b] + 1).tolist() for a, b in zip(bounds, bounds[1:]))
+
+
+def remember(known: dict, sequence: list[int], upto: int, ahead: int) -> None:
+    """What followed each end of `sequence[:upto]`, and `ahead` tokens later; 0 behind the sequence's end."""
+    for length in LENGTHS:
+        if 0 < length <= upto < len(sequence):
+            following = (sequence[upto:] + [0])[:1 + ahead]
+            known[length, *sequence[upto - length:upto]] = following
+
+
+def found_in(known: dict, ended: list[int], number: int | None = None) -> tuple[list[int], int]:
+    """What followed the longest known end of text, and its length's number, at most `number`; or 0."""
+    for i in range(len(LENGTHS) if number is None else number, 0, -1):
+        length = LENGTHS[i - 1]
+        if length <= len(ended) and (length, *ended[-length:]) in known:
+            return known[length, *ended[-length:]], i
+    return [0, 0], 0
+
+
+def test_near_guesses_are_those_of_a_plain_search():
+    [[batch]] = random_batches(1, 1, 400, 3)
+    is_start, expected = starts(batch.cu_seqlens, 400), []
+    for sequence in sequences(batch):
+        known = {}
+        for i in range(len(sequence)):
+            remember(known, sequence[:i + 1], i, 0)         # It has seen sequence[i], and no more.
+            (guess, *_), number = found_in(known, sequence[:i + 1])
+            expected.append((guess, number))
+    guess, number = near_guesses(batch.tokens, is_start, suffix_keys(batch.tokens, is_start, LENGTHS))
+    assert list(zip(guess.tolist(), number.tolist())) == expected
+    assert {number for _, number in expected} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("slots", [10 ** 6, 50])
+def test_the_index_finds_what_a_dictionary_finds(slots):
+    """With too few slots it forgets some, but what it finds is true: the check tells collisions."""
+    steps, known, seen, lost = random_batches(5, 3, 150, 4), {}, set(), 0
+    guesses = Guesses((), LENGTHS, slots, 10 ** 6, suffix_keys, CPU)
+    for step in steps:
+        for batch in step:
+            keys = guesses.keys(batch.tokens, starts(batch.cu_seqlens, 150))
+            found = zip(*(x.tolist() for x in guesses.index.look_up(keys)))
+            for sequence in sequences(batch):
+                for i in range(len(sequence)):
+                    *following, number = next(found)
+                    full = found_in(known, sequence[:i + 1])
+                    lost += number != full[1]
+                    assert (following, number) == found_in(known, sequence[:i + 1], number)
+                    seen.add(number)
+        for sequence in (sequence for batch in step for sequence in sequences(batch)):
+            for i in range(len(sequence)):
+                remember(known, sequence, i, 1)
+        guesses.learn(step, Collectives(1).all_gathered)
+    assert seen == {0, 1, 2, 3} and bool(lost) == (slots == 50)
+
+
+def test_a_guess_depends_on_no_later_token():
+    """Another token j changes no row of a token before j, nor one of another sequence; and some behind it."""
+    first, [batch] = (step for step in random_batches(2, 1, 120, 3))
+    guesses, is_start = Guesses((1, 3), (2, 4), 1000, 240, suffix_keys, CPU), starts(batch.cu_seqlens, 120)
+    guesses.learn(first, Collectives(1).all_gathered)
+    rows, sequence, changed = guesses.rows(batch.tokens, is_start, 10 ** 6), is_start.cumsum(0), 0
+    assert rows.shape == (120, 3) and rows.dtype == torch.int32 and rows.min() >= 0 and rows.max() < 10 ** 6
+    for j in range(120):
+        other = batch.tokens.clone()
+        other[j] = (other[j] + 1) % 3
+        differs = (guesses.rows(other, is_start, 10 ** 6) != rows).any(1)
+        assert not differs[:j].any() and not differs[sequence != sequence[j]].any()
+        changed += bool(differs[j])
+    assert changed > 60 and len(rows.unique()) > 20
+
+
+@pytest.mark.parametrize("near, stream", [((), ()), ((2,), ()), ((2,), (3,))])
+def test_rows_of_guesses_follow_those_of_n_grams(near, stream):
+    table = ngrams.NGrams((2, 3), 1009, 16, 3, Collectives(1), torch.float32, CPU)
+    guesses, [[batch]] = Guesses(near, stream, 100, 60, suffix_keys, CPU), random_batches(1, 1, 60, 3)
+    table.read_guesses(guesses)
+    table.initialise()
+    is_start = starts(batch.cu_seqlens, 60)
+    rows = table.index(ngrams.ngram_index, batch.tokens, is_start).view(60, -1)
+    assert rows.shape[1] == table.heads == table.scales.shape[1] == 2 + len(near) + 2 * len(stream)
+    assert torch.equal(rows[:, :2].flatten(), ngrams.ngram_index(batch.tokens, is_start, (2, 3), 1009))
+    if near:
+        assert torch.equal(rows[:, 2:], guesses.rows(batch.tokens, is_start, 1009))
+
+
+def test_the_index_holds_what_was_trained_on_and_nothing_else(config):
+    """After warm-up nothing, after a step all of its micro-batches in order; validation adds nothing."""
+    config = replace(config, head_dim=16, qk_dim=16, ngrams=(2, 3), retrieval=(1, 2), steps=3,
+                     extra_steps=1, micro_batches=2)
+    trainer, text = train_gpt.Trainer(config, train_gpt.World()), torch.empty(0, dtype=torch.int32)
+    index = trainer.model.guesses.index
+    trainer.warm_up()
+    assert not any(x.any() for x in (index.text, index.slots, index.count))
+    for step in trainer.schedule:
+        batches = trainer.loader.batches(step.index)
+        trainer.step(step, batches)
+        for batch in batches:
+            sign = 1 - 2 * starts(batch.cu_seqlens, len(batch.tokens)).int()
+            text = torch.cat([text, (batch.tokens + 1) * sign])
+        assert torch.equal(index.written(), text)
+    trainer.validate(trainer.schedule.validation(4))
+    assert len(text) == len(index.text) - 2 and torch.equal(index.written(), text) and index.slots.any()
+
+
+RUNS = """
+import sys; sys.path.insert(0, "tests")
+from checkpoint_worker import Path, run, start
+out, settings, kept = Path(sys.argv[1]), sys.argv[2:], sys.argv[1] + "/kept"
+start(1, out, run, 0, [*settings, "--name", "one", "--checkpoint", kept, "--checkpoint_every", "2"])
+start(2, out, run, 0, [*settings, "--name", "on", "--resume", kept + "/step-0000002"])
+"""
+
+
+def test_two_ranks_go_on_from_one_and_end_as_it_does(shards, tmp_path):
+    settings = ["--preset", "cpu", "--data_path", str(shards), *TINY, *SHORT.split()]
+    result = subprocess.run([sys.executable, "-c", RUNS, str(tmp_path), *settings], cwd=ROOT, timeout=300,
+                            env=environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr + (tmp_path / "errors-0.txt").read_text()
+    one, on = (read_log(next(tmp_path.glob(f"2*-{name}/log.jsonl"))) for name in ("one", "on"))
+    assert on.steps["step"].tolist() == [3, 4, 5] and on.header["resumed"]["ranks"] == 1
+    assert on.steps["loss"].tolist() == pytest.approx(one.steps["loss"][2:].tolist(), rel=1e-5)
+    assert on.loss == pytest.approx(one.loss, rel=1e-5)
+    assert table_class(one.header) == "at most 0.3 G + retrieval"
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ("--near_match 0", "--near_match 0: expected a whole number from 1 to 64"),
+    ("--retrieval 4", "--ngrams 2,4 --near_match '' --retrieval 4: each takes a head"),
+    ("--near_match 4 --ngram_rows 0 --width 192", "--ngram_rows 0: near_match and"),
+    ("--near_match 4 --ngrams 2", "--save log with --near_match or --retrieval: a"),
+])
+def test_settings_that_cannot_work(arguments, message):
+    with pytest.raises(UserError, match=message):
+        train_gpt.parse_config(["--preset", "cpu", *arguments.split()])
