@@ -1167,8 +1167,7 @@ def explain(config: Config, ranks: int, timetables: bool) -> None:
     """Print the timetable of every kind of step, or the groups' rates, from the model's shapes alone."""
     shared = Collectives(ranks if timetables else 1)
     groups = parameter_groups(GPT(config, torch.device("meta"), shared), config)
-    text = timetables_text(groups, Schedule(config), ranks) if timetables else rates_text(rates(groups))
-    print(text)
+    print(timetables_text(groups, Schedule(config), ranks) if timetables else rates_text(rates(groups)))
 
 
 def main(argv: list[str] | None = None) -> int:
