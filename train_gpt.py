@@ -88,7 +88,7 @@ class Layer:
     long_window: bool = False       # A long window; half of each key comes from the token before.
     value_embedding: bool = False   # A table with a row for each token is added to V, through a gate.
     kept: bool = False              # Later layers can read what leaves this layer.
-    reads_kept: bool = False        # Attention reads the nearest kept output above, not the residual stream.
+    reads_kept: bool = False        # Attention reads the latest kept output, not the residual stream.
     backout: bool = False           # Part of what leaves this layer is subtracted before the head.
 
 
@@ -131,7 +131,7 @@ SPEEDRUN_STAGES = (
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting. Each field but `layers` is a flag; of `stages` each column is (`--lr_scale 0.7,1,1.25`).
+    """Every setting. Each field but `layers` is a flag; so is each column of `stages` (`--lr_scale 1,1,1`).
 
     The comments say why an ingredient is there, whose idea it is, and its worth. @names and #numbers are
     authors and pull requests of the public speedrun (KellerJordan/modded-nanogpt). Worth is the loss by which
@@ -152,7 +152,7 @@ class Config:
     # Sequences begin where documents do (@ClassicLarry #108). What a cut leaves over can be trained on as
     # well, which delays a second epoch. Where tokens last, that costs 0.019.
     keep_tails: bool = False
-    micro_batches: Positive = 8     # Every step is packed as so many micro-batches, on any number of ranks.
+    micro_batches: Positive = 8     # in each step, whatever the number of ranks
 
     # ---- Model. It also has ReLU² (So et al., arXiv 2109.08668), QK-norm (arXiv 2010.04245), logits bounded
     # by 23·sigmoid((z + 5)/7.5) (@ClassicLarry #181), MLP-out that starts at 0 (@Grad62304977), and learned
@@ -176,13 +176,13 @@ class Config:
     # N-grams ignore case, accents and leading spaces (record 92 of the public speedrun). Worth 0.005 on `val`
     # and 0.006 on two other texts, one pair of runs. Only for GPT-2's vocabulary.
     ngram_classes: bool = False
-    # More such rows, for guesses of the next token: what followed when the last so many tokens came before,
-    # in this sequence or in earlier steps (kernels/retrieval; open proposals to the public speedrun; their
-    # authors save 2.9% and 46% of the steps; not measured here). A record's class names retrieval.
+    # More such rows, for guesses of the next token: what followed when the last 2, 4, … tokens came before,
+    # in this sequence or in earlier steps (kernels/retrieval; two open proposals to the public speedrun, by
+    # whose authors they save 2.9% and 46% of the steps; not measured here). A record's class names retrieval.
     near_match: tuple[Few, ...] = ()
     retrieval: tuple[Few, ...] = ()
     retrieval_slots: Positive = 1_000_000_000    # ends of text that the index holds at most, 8 bytes each
-    # A table with a row for each token is added to attention's values: its identity skips the layers above
+    # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
     gate_channels: Size = 12        # A gate sees 12 channels of a token, or 6 of x and 6 of its value row.
@@ -206,7 +206,7 @@ class Config:
     extra_steps: Steps = 15         # after them, at the last stage's final values and with all logits
     window_block: Blocks = 128      # tokens
     final_windows: tuple[Blocks, Blocks] = (6, 13)    # windows of the extra steps, in blocks
-    # The embedding is the head's weight for so much of the steps (Press and Wolf, arXiv 1608.05859;
+    # The embedding is the head's weight for this share of the steps (Press and Wolf, arXiv 1608.05859;
     # @varunneal #175); then both go on alone (@ClassicLarry #178). B: 0.015, 4.6 s against never tied.
     tied_share: Share = 2 / 3
     cooldown: Share = 0.6           # the share of the steps over which the learning rate falls linearly …
@@ -217,7 +217,7 @@ class Config:
     softmax_samples: Count = 8192   # 0: all tokens
 
     # ---- Optimizer. Muon (Jordan et al., kellerjordan.github.io/posts/muon) moves a matrix by the orthogonal
-    # matrix nearest to its momentum. bfloat16 weights keep their lost mantissa bits, n-gram rows do not.
+    # matrix nearest to its momentum. What bfloat16 cuts off a weight is kept beside it, but for n-gram rows.
     muon_lr: Factor = 0.023
     muon_momentum: tuple[Beta, Beta] = (0.85, 0.95)
     momentum_warmup: Positive = 300     # steps from the first momentum to the second
@@ -236,7 +236,7 @@ class Config:
     ngram_block: Positive = 16      # neighbouring columns of an n-gram row share a mean square; worth 0.005
     adam_decay: Factor = 0.005      # times adam_lr squared, and the group's two multipliers
     # At the end weights are mixed with their moving averages, which are less noisy (record 92 of the public
-    # speedrun). Worth 0.004 to 0.009 by the weights of one run; no whole run was timed with it yet.
+    # speedrun). Worth 0.004, and 0.009 together with a slower cooldown; by one run each, not timed yet.
     average_steps: Count = 0        # the last steps, whose weights are averaged; 0: none
     average_every: Positive = 5     # steps
     average_share: Share = 0.65     # of the average in the mixture
@@ -260,8 +260,8 @@ class Config:
     fp8: tuple[Part, ...] = ("head", "attention", "mlp")
     reference: tuple[str, ...] = ()                 # fields of `Ops` that run their reference, or "all"
     compile: bool = True            # torch.compile of references, on GPUs
-    capture: bool = True            # Each kind of step is one CUDA graph. A: at first 13 ms a step, not 37.
-    overlap: bool = True            # Collectives run under computation. A: 12.7 ms a step, not 13.9.
+    capture: bool = True            # Each kind of step is one CUDA graph: 13 ms, not 37 (4×H200).
+    overlap: bool = True            # Collectives run under computation: 12.7 ms a step, not 13.9.
     peer_copies: bool = True        # Collectives are copies between GPUs that see each other; false: by NCCL.
     doctor: bool = False            # Look at the machine first (./run.sh doctor); the log gets the figures.
     check_ranks: Count = 0          # Compare the ranks' weights, by hashes, every so many steps; 0: never.
@@ -371,7 +371,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
     torch._dynamo.config.recompile_limit = 64       # one for each kind of layer and each batch size
     ops = references(torch.compile) if config.compile else references()
     off = {*(Ops._fields if "all" in config.reference else config.reference)}
-    if off & {"qkv", "share_values"}:               # One kernel stores what the other one sums.
+    if off & {"qkv", "share_values"}:               # `qkv` stores the gradients that `share_values` sums.
         off |= {"qkv", "share_values"}
     can = {"head": True, "attention": "qkv" not in off,
            "mlp": "feed_forward" not in off and mlp.has_feed_forward_fp8(device)}
@@ -398,7 +398,7 @@ class Transit:
 
     def __init__(self, optimizer: "Optimizer | None" = None):
         self.optimizer = optimizer  # None in validation: nobody waits for weights or sums gradients.
-        self.accumulate = True      # Into a matrix's buffer the first micro-batch writes, later ones add.
+        self.accumulate = True      # Later micro-batches add to a gradient that the first one writes.
         self.last = False           # the last micro-batch, after which gradients are complete
         self.fp8_weights: dict[int, tuple] = {}     # by layer: weights in FP8, which all micro-batches read
 
@@ -444,20 +444,20 @@ class GPT(nn.Module):
         self.attention_backend, self.attention_note = attention.choose_attention(config.attention, like)
         self.attention = attention.ATTENTION[self.attention_backend]
         self.ops, self.fp8 = choose_ops(config, like)
-        last, kept, self.sources = len(config.layers), 0, []    # sources: what attention reads
+        depth, kept, self.sources = len(config.layers), 0, []    # sources: what attention reads
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
             kept = i + 1 if layer.kept else kept
         marked = [i + 1 for i, layer in enumerate(config.layers) if layer.backout and config.backout]
         self.backout_stream = marked[0] if marked else None
-        self.readers = [self.sources.count(stream) for stream in range(last + 1)]
+        self.readers = [self.sources.count(stream) for stream in range(depth + 1)]
         long = [*(stage.windows[1] for stage in config.stages), config.final_windows[1], config.val_window]
         most = max(config.val_chunk, *(stage.batch_tokens // config.micro_batches for stage in config.stages))
         self.rotary = attention.rotary_tables(
             [window * config.window_block for window in long], most, int(config.qk_dim * config.rotary_share),
             config.rotary_base, config.attention_scale, config.yarn, device)
         self.loss_weights = torch.ones(3, device=device)
-        valued = [i for i in range(last) if config.layers[i].value_embedding and config.value_embeddings]
+        valued = [i for i in range(depth) if config.layers[i].value_embedding and config.value_embeddings]
         self.value_index = {layer: i for i, layer in enumerate(valued)}     # which table and gate a layer has
 
         def table(rows: int) -> nn.Parameter:
@@ -466,19 +466,19 @@ class GPT(nn.Module):
         def scalars(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(*shape, device=device))         # float32: few, with small updates
 
-        rows = [2 * config.heads * config.qk_dim + 2 * config.width] * last + [4 * config.width] * 2 * last
+        rows = [2 * config.heads * config.qk_dim + 2 * config.width] * depth + [4 * config.width] * 2 * depth
         self.bank = nn.ParameterList(table(n) for n in rows)
         self.head, self.embedding = table(config.padded_vocab), table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
         classes = torch.from_numpy(gpt2_classes()) if config.ngram_classes else None
-        self.ngrams = ngrams.NGrams(config.ngrams, config.ngram_rows, config.head_dim, last, collectives,
+        self.ngrams = ngrams.NGrams(config.ngrams, config.ngram_rows, config.head_dim, depth, collectives,
                                     self.dtype, device, classes)
         capacity = sum(step.batch_tokens for step in Schedule(config))
         self.guesses = retrieval.Guesses(config.near_match, config.retrieval, config.retrieval_slots,
                                          capacity, self.ops.suffix_keys, device)
         self.ngrams.read_guesses(self.guesses)
-        self.attention_scalars = scalars(last, 2)                           # of Q, K and V, and of O
-        self.residual_scalars = scalars(last, 2)                            # a and c of `mlp_input`
+        self.attention_scalars = scalars(depth, 2)                          # of Q, K and V, and of O
+        self.residual_scalars = scalars(depth, 2)                           # a and c of `mlp_input`
         self.scalars = scalars(2)                                           # of smear and of backout
         self.smear_gate = scalars(config.gate_channels) if config.smear else None
         self.value_gates = scalars(len(valued), config.heads, config.gate_channels)
@@ -492,8 +492,8 @@ class GPT(nn.Module):
         bound = 3 ** 0.5 * 0.5 * self.config.width ** -0.5
         for matrix in self.bank:
             matrix.zero_()
-        last = len(self.config.layers)
-        for matrix in [*self.bank[:last], *self.bank[last::2]]:             # all but MLP-out
+        depth = len(self.config.layers)
+        for matrix in [*self.bank[:depth], *self.bank[depth::2]]:           # all but MLP-out
             matrix.uniform_(-bound, bound, generator=generator)
         self.head.normal_(std=0.005, generator=generator)
         self.embedding.copy_(self.head)
@@ -546,7 +546,7 @@ class GPT(nn.Module):
     def attend(self, i: int, stream: mlp.Residual, context: Context) -> Tensor:
         """The update (n, width) of layer i's attention, which reads the norm of `stream`."""
         config, layer, transit = self.config, self.config.layers[i], context.transit
-        x = stream.normed(self.ops.norm_fork)       # FP8 alone, perhaps: a new gate reads stream.summands.
+        x = stream.normed(self.ops.norm_fork)       # It may exist only in FP8.
         scale_qkv, scale_out = context.attention_scalars[i].unbind()
         if i not in transit.fp8_weights:
             transit.fp8_weights[i] = self.fp8_weights(i, scale_qkv)
@@ -615,7 +615,7 @@ class Group:
     decay: float                    # times lr and `Step.lr` squared: how much of a weight an update removes
     algorithm: type                 # Adam, NorMuon or RowAdam
     matrix_lr: list[float] = field(default_factory=list)    # NorMuon: multiplies the rate of each matrix
-    squares: bool = False           # NorMuon: each matrix is a stack of square ones
+    square_blocks: bool = False     # NorMuon: a matrix is cut into square blocks, each orthogonalised alone
     memory: float = 0.0             # time constant of the weights' average, in steps; 0: they have none
     replicated: bool = False        # too small to share out: every rank makes the whole update
     tied_to: str | None = None      # Until untied, the weights are that group's, and there are no updates.
@@ -642,8 +642,8 @@ class Group:
 
 def parameter_groups(model: GPT, config: Config) -> list[Group]:
     """Which parameters get which algorithm, rate and decay: the one table of the optimizer."""
-    last = len(config.layers)
-    each = [f"layer {i}" for i in range(last)]
+    depth = len(config.layers)
+    each = [f"layer {i}" for i in range(depth)]
     both = [stop for stop in each for _ in ("MLP-in", "MLP-out")]
     valued = [each[i] for i in model.value_index]
 
@@ -656,9 +656,9 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         params = [p for p in params if p is not None and p.numel()]
         return adam(name, params, ["embedding"] * len(params), lr, betas, replicated=True)
 
-    def normuon(name: str, params: list, stops: list[str], matrix_lr: list[float], squares: bool) -> Group:
+    def normuon(name: str, params: list, stops: list[str], matrix_lr: list[float], blocks: bool) -> Group:
         betas, decay = (0.0, config.muon_beta2), config.muon_lr * config.muon_decay
-        return Group(name, params, stops, config.muon_lr, betas, decay, NorMuon, matrix_lr, squares, 50.0)
+        return Group(name, params, stops, config.muon_lr, betas, decay, NorMuon, matrix_lr, blocks, 50.0)
 
     scalars = [model.attention_scalars, model.ngrams.scales, model.scalars]
     table = [] if model.ngrams.table is None else [model.ngrams.table]
@@ -668,8 +668,8 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         small("residual scalars", [model.residual_scalars],           5.0,             (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                       0.01,            (0.90, 0.99)),
         small("value gates", [model.value_gates],                     1.0,             (0.90, 0.99)),
-        normuon("attention", list(model.bank[:last]),  each,          [1.0] * last,    squares=True),
-        normuon("mlp", list(model.bank[last:]),        both,          [2.0, 4.0] * last, squares=False),
+        normuon("attention", list(model.bank[:depth]), each,          [1.0] * depth,   blocks=True),
+        normuon("mlp", list(model.bank[depth:]),       both,          [2.0, 4.0] * depth, blocks=False),
         adam("head", [model.head],                     ["head"],      1.0,             (0.50, 0.95), 150.0,
              memory=200.0),
         adam("embedding", [model.embedding],           ["embedding"], 1.0,             (0.50, 0.95), 150.0,
@@ -742,7 +742,7 @@ class NorMuon(Shard):
     def __init__(self, group: Group, config: Config, world: World, grads: Tensor | None = None):
         super().__init__(group, config, world, grads)
         ranks, (rows, columns) = world.size, group.params[0].shape
-        height = columns if group.squares else rows
+        height = columns if group.square_blocks else rows
         self.shape = torch.Size([-1, height, columns])      # of the matrices that are orthogonalised
         padding = [1.0] * (len(self.weights) - len(group.matrix_lr))
         rates = torch.tensor(group.matrix_lr + padding, device=self.weights.device)
@@ -851,7 +851,7 @@ class Optimizer:
     @torch.no_grad()
     def gather(self) -> None:
         """Make this rank's copy of all weights whole."""
-        table = timetable(self.traffic, len(self.config.layers), self.tied, True, False)    # all weights
+        table = timetable(self.traffic, len(self.config.layers), self.tied, True, update_adam=False)
         for work in [self.start_gather(transfer) for transfer in table.gathers]:
             wait(work)
 
@@ -881,7 +881,7 @@ class Optimizer:
         for name in self.updates:
             shard = self.shards[name]
             works = self.sums.get(SMALL if shard.group.replicated else name, [])
-            # After a sum only the check of the loss is awaited; without one, the whole backward pass.
+            # A group with a sum waits for that and the loss; one without waits for the whole backward pass.
             summed = bool(works) and self.world.size > 1
             with beside(self.streams.get(name), behind=self.loss_stream if summed else None):
                 for work in works:
@@ -1082,7 +1082,7 @@ class Trainer:
         snapshot, kinds = self.optimizer.snapshot(), list(self.schedule.kinds().values())
         # Batches come as in the run, so that the costs of first use are off the clock: 0.4 s on four GPUs.
         rehearsal = self.loader.rehearsal([step.shape for step in kinds])
-        # Graphs come last, because they keep their memory: another first step would need as much again.
+        # Graphs come last, because each keeps the memory of its step, and eager steps need their own.
         capture = self.config.capture and self.world.device.type == "cuda"
         for act in (self.step, *[self.capture] * capture):
             for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
@@ -1172,7 +1172,7 @@ def explain(config: Config, ranks: int, timetables: bool) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run from a command line; returns the exit status. Expected failures end in one line, from rank 0."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)       # torchrun passes Ctrl-C on as this.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)       # torchrun forwards Ctrl-C as this.
     sys.stdout.reconfigure(line_buffering=True)     # A full disk then shows here, and not at the end.
     rank = 0
     try:
@@ -1185,7 +1185,7 @@ def main(argv: list[str] | None = None) -> int:
         config = fit(config, options["given"], world, Trainer)
         for i in range(config.runs):
             run(replace(config, seed=config.seed + i), world, time.time() if i else PROCESS_START)
-            gc.collect()            # Graphs hold memory until circles are collected.
+            gc.collect()            # Graphs hold memory until reference cycles are collected.
         world.close()
         return 0
     except EXPECTED as error:

@@ -108,7 +108,7 @@ def test_normuon_against_its_textbook(config, cautious, neuron_norm, squares, le
     before = [p.detach().clone() for p in params]
     grads = [[torch.randn_like(p) for p in params] for _ in range(3)]
     group = train_gpt.Group("bank", params, ["layer 0", "layer 1"], 0.1, (0.0, 0.9), 0.1 * 3.0,
-                            train_gpt.NorMuon, matrix_lr=rates, squares=squares)
+                            train_gpt.NorMuon, matrix_lr=rates, square_blocks=squares)
     for i, p in enumerate(run_shard(group, config, grads)):
         for rows in (range(0, length, 8) if squares else [0]):
             one = slice(rows, rows + 8) if squares else slice(0, length)
@@ -179,7 +179,8 @@ def test_shards_cover_every_matrix_once(config, ranks, matrices):
         """What each round's all-gather takes from this rank."""
         params = [torch.nn.Parameter(p.clone()) for p in start]
         group = train_gpt.Group("bank", params, stops, 0.1, (0.0, 0.9), 0.1, train_gpt.NorMuon,
-                                matrix_lr=[1.0 + i for i in range(matrices)], squares=matrices % 2 == 0)
+                                matrix_lr=[1.0 + i for i in range(matrices)],
+                                square_blocks=matrices % 2 == 0)
         shard = train_gpt.NorMuon(group, config, world)
         for p, g in zip(params, grads):
             p.grad.copy_(g)
