@@ -180,18 +180,18 @@ def incoming(folder: Path) -> Iterator[Path]:
     """An empty sub-folder of `folder` for shards that are not ready yet, removed at the end.
 
     One process at a time has it: the next waits. What a killed process left there goes too. `find_shards`
-    does not see it.
+    does not see it. Its name is new each time, since a thread that still writes may keep an old one alive.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    staging = folder / ".incoming"
     with open(folder / ".lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print(f"another process is filling {folder}: waiting for it to finish", file=sys.stderr)
             fcntl.flock(lock, fcntl.LOCK_EX)
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir()
+        for left_over in folder.glob(".incoming*"):
+            shutil.rmtree(left_over, ignore_errors=True)
+        staging = Path(tempfile.mkdtemp(prefix=".incoming-", dir=folder))
         try:
             yield staging
         finally:
