@@ -1,6 +1,6 @@
 """The list of faults, each with the tests that show what becomes of it: survived / tried.
 
-    python -m tests.faults              run all of tests/faults.txt (20 minutes on 2 cores), print the table
+    python -m tests.faults              run all of tests/faults.txt (half an hour on 2 cores), print the table
     python -m tests.faults network      the rows that hold this word
     python -m tests.faults --write      put the table into tests/README.md
 

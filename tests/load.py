@@ -16,6 +16,10 @@ from data.shards import write_shard
 
 MANY = 20                       # runs in one process, and processes after one another
 STEPS = 2_000_000
+# Where there is a GPU, the runs are on it, without a wait for compilers.
+DEVICES = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+ON_GPU = {"CUDA_VISIBLE_DEVICES": DEVICES} if torch.cuda.is_available() else {}
+FLAGS = ["--preset", "cpu", *TINY, "--attention", "plain", "--compile", "false", "--save", ""]
 # Every run of `--runs` prints what the process holds at its end.
 RUNS = """
 import gc, os, sys, threading
@@ -64,8 +68,8 @@ def long_run(tmp_path_factory) -> Path:
 
 
 def test_runs_of_one_process_leave_nothing(shards, tmp_path):
-    flags = ["--preset", "cpu", *TINY, "--data_path", shards, "--runs", MANY, "--save", ""]
-    said, *_ = measured("-c", RUNS, *flags, RUNS_PATH=str(tmp_path))
+    flags = [*FLAGS, "--data_path", shards, "--runs", MANY]
+    said, *_ = measured("-c", RUNS, *flags, RUNS_PATH=str(tmp_path), **ON_GPU)
     held = np.array([line.split()[1:] for line in said.splitlines() if line.startswith("held")], int)
     assert len(held) == MANY and len(list(tmp_path.glob("2*/log.jsonl"))) == MANY
     later = held[4:]                                    # The first runs fill caches.
@@ -80,10 +84,11 @@ def test_processes_leave_nothing(shards, tmp_path):
 
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    flags = ["--preset", "cpu", *TINY, "--data_path", shards, "--save", ""]
+    flags = [*FLAGS, "--data_path", shards]
     found = []
     for _ in range(MANY):
-        measured("train_gpt.py", *flags, RUNS_PATH=str(tmp_path / "runs"), TMPDIR=str(temporary))
+        measured("train_gpt.py", *flags, RUNS_PATH=str(tmp_path / "runs"), TMPDIR=str(temporary),
+                 **ON_GPU)
         found.append(places())
     logs = [path.read_text().splitlines() for path in (tmp_path / "runs").glob("*/log.jsonl")]
     assert [json.loads(lines[-1])["kind"] for lines in logs] == ["summary"] * MANY
@@ -129,8 +134,8 @@ def test_500_folders_of_runs(tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_empty_after_a_run(shards, tmp_path):
-    flags = ["--preset", "cpu", *TINY, "--data_path", shards, "--save", ""]
-    measured("train_gpt.py", *flags, RUNS_PATH=str(tmp_path))
+    flags = [*FLAGS, "--data_path", shards]
+    measured("train_gpt.py", *flags, RUNS_PATH=str(tmp_path), **ON_GPU)
     free = torch.cuda.mem_get_info()[0]
-    measured("train_gpt.py", *flags, RUNS_PATH=str(tmp_path))
+    measured("train_gpt.py", *flags, RUNS_PATH=str(tmp_path), **ON_GPU)
     assert torch.cuda.mem_get_info()[0] >= free - 2 ** 24

@@ -1,8 +1,11 @@
 """Notices a rank that no longer answers, so that nobody waits for it for ever.
 
-A collective waits for every rank: NCCL and gloo for minutes, barriers of the copy engines for ever. A process
-that was killed is noticed by the launcher. One that was stopped is not, nor a machine that is gone. So every
-rank tells a store that it lives, once a second and by a thread of its own, and looks for the others.
+A collective waits ten minutes for every rank (`PATIENCE` in collectives.py). A process that was killed is
+noticed by the launcher. One that was stopped is not, nor a machine that is gone. So every rank tells a store
+that it lives, once a second and by a thread of its own, and looks for the others.
+
+A rank whose threads live while its program hangs goes unnoticed here: the others cannot tell it from one that
+compiles. For that one they wait the ten minutes.
 """
 import os
 import signal

@@ -104,7 +104,8 @@ class World:
         """RankError, on all ranks, if a tensor differs between ranks. Only hashes travel; the host waits."""
         hashes = self.collectives.all_gathered(torch.stack([hash_bits(x) for x in tensors.values()])[None])
         for name, found in zip(tensors, hashes.T.tolist()):
-            usual = max(found, key=found.count)
+            # Most ranks are right. Of two that differ nobody knows which, so both are named.
+            usual = next((value for value in found if 2 * found.count(value) > len(found)), None)
             if others := [str(rank) for rank, value in enumerate(found) if value != usual]:
                 raise RankError(f"{name} of rank {', '.join(others)} differ from those of the other ranks: a "
                                 "bit has flipped, or the ranks did not do the same")
