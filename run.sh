@@ -113,6 +113,9 @@ logging.disable(logging.CRITICAL)
 try:
     main(sys.argv[1:])
 except ChildFailedError as error:
+    for rank, failure in error.failures.items():
+        if failure.exitcode < 0:        # Others have said in one line what is wrong.
+            print(f"run.sh: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
     sys.exit(max(error.get_first_failure()[1].exitcode, 1))
 except SignalException:
     sys.exit(130)

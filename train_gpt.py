@@ -1108,6 +1108,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
     report = Report(log, clock, len(schedule), world.device, world.rank, world.size)
     points, candidates = set(trainer.validation_points()), trainer.loader.candidates_of
     report.tokens = sum(step.batch_tokens for step in islice(schedule, first))
+    log.steps = first
     report.bar.update(first)
     batches = trainer.loader.prefetch(range(first, len(schedule)))
     try:
@@ -1125,9 +1126,6 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
                 keeper.after(step.index + 1)
         for text in other_texts(trainer.text, config.score, *trainer.chunks):
             report.score(text, trainer.validate(schedule.validation(len(schedule)), text))
-    except BaseException as error:
-        log.write("stopped", step=first + len(report.step_ms), reason=str(error) or "interrupted")
-        raise
     finally:
         report.bar.close()
     ending = startup | ngram_facts(trainer.optimizer) | (
@@ -1153,10 +1151,11 @@ def run(config: Config, world: World, started: float) -> Report:
         machine = f"{world.size} x {device_name(world.device)}"
         print(announcement(facts, machine), *prepare(trainer.model, trainer.schedule), sep="\n")
     begin = time.time()
-    trainer.warm_up()
-    first = restore(trainer, resumed) if resumed else 0
-    startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}
-    report = train(trainer, log, startup, first)
+    with log:
+        trainer.warm_up()
+        first = restore(trainer, resumed) if resumed else 0
+        startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}
+        report = train(trainer, log, startup, first)
     if config.save:
         trainer.optimizer.untie()
         save_model(trainer.model, report, log)

@@ -22,9 +22,11 @@ recorded (kernels/streams.py).
 """
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from textwrap import shorten
 from typing import NamedTuple
 
 import torch
@@ -52,7 +54,7 @@ def with_others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
+        reason = shorten(re.sub(r"^\[[^]]*\] *", "", str(error)), 80)      # without a line of gloo's sources
         raise RankError(f"another rank has ended, or has not answered for {PATIENCE.total_seconds():.0f} s "
                         f"({reason})") from None
 

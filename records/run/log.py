@@ -68,6 +68,14 @@ class RunLog:
                 continue
         raise FileExistsError(errno.EEXIST, "too many runs of one name in one second", str(runs / name))
 
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, _, error: BaseException | None, __) -> None:
+        """An error is the last line, in warm-up as in the run."""
+        if error is not None:
+            self.write("stopped", step=self.steps, reason=str(error) or "interrupted")
+
     def write(self, kind: str, **values: object) -> None:
         """Add a line: a JSON object with the `kind` of line and these values. None follows the last one."""
         if self.file is None:
