@@ -1114,7 +1114,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
     try:
         with Keeper(trainer, log) as keeper, clock.running(world.barrier):
             for step in islice(schedule, first, None):
-                loss = trainer.step(step, next(batches))
+                loss = world.watched(trainer.step, step, next(batches))
                 flops = step.batch_tokens * flops_per_token(config, step, candidates(step.shape))
                 report.add(StepFacts(step.index, step.batch_tokens, flops, step.lr, step.momentum,
                                      step.windows), loss)

@@ -4,7 +4,8 @@
     python -m tests.faults network      the rows that hold this word
     python -m tests.faults --write      put the table into tests/README.md
 
-A fault is survived if all its tests pass. What could not be tried on this machine is counted apart.
+A fault is survived if all its tests pass. What could not be tried on this machine is counted apart. A second
+table has the times of recovery.
 """
 import sys
 from collections import Counter
@@ -18,13 +19,16 @@ FOLDER = Path(__file__).resolve().parent
 
 
 class Results:
-    """A plugin of pytest that keeps each test's outcome by its id."""
+    """A plugin of pytest that keeps each test's outcome, and the seconds that it recorded, by its id."""
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self.outcomes[report.nodeid.removeprefix("tests/")] = report.outcome
+            name = report.nodeid.removeprefix("tests/")
+            self.outcomes[name] = report.outcome
+            self.seconds |= {name: seconds for key, seconds in report.user_properties if key == "seconds"}
 
 
 class Chosen:
@@ -34,6 +38,19 @@ class Chosen:
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid.removeprefix("tests/").startswith(self.beginnings)]
+
+
+def recovery(seconds: dict[str, float]) -> str:
+    """A table of the seconds from a fault to the end of all ranks, by the ids of tests/ranks.py."""
+    table: dict[tuple[str, ...], dict[str, str]] = {}
+    for name, taken in seconds.items():
+        way, trial = name.partition("[")[2].rstrip("]").split("-", 1)
+        place, action, rank = trial.rsplit("-", 2)
+        table.setdefault((place, action, rank), {})[way] = f"{taken:.0f}"
+    ways = list(dict.fromkeys(way for found in table.values() for way in found))
+    rows = [[*trial, *(found.get(way, "–") for way in ways)] for trial, found in table.items()]
+    return ("\n\nSeconds from the fault to the end of all ranks, by how they send:\n\n"
+            + markdown.table(["where", "what", "rank", *ways], rows, {0, 1})) if rows else ""
 
 
 def main() -> int:
@@ -53,6 +70,7 @@ def main() -> int:
         total += found
     said = f"survived / tried: {total['passed']} / {total['passed'] + total['failed']}"
     text = markdown.table(["kind", "fault", "how", "survived / tried"], rows, {0, 1, 2}) + f"\n\n{said}"
+    text += recovery(results.seconds)
     print(text)
     if "--write" in sys.argv:
         readme = FOLDER / "README.md"

@@ -1,10 +1,13 @@
-"""A rank that is stopped or gone is noticed by the others, which end; one that has ended is not missed."""
+"""A rank that is stopped, gone or hung is noticed by the others, which end; one that has ended is not."""
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -14,13 +17,16 @@ from conftest import ROOT, environment
 
 import train_gpt
 from data.shards import ShardError
+from kernels.ranks.collectives import RankError, with_others
+from kernels.ranks.watchdog import Judge, Told, place
 from records.run.ending import EXPECTED, exit_status
 
 RANK = """
 import sys, time
+from kernels.ranks.collectives import RankError, with_others
 from kernels.ranks.watchdog import Watchdog
 rank = int(sys.argv[1])
-watchdog = Watchdog(rank, 3, silence=3.0)
+watchdog = Watchdog(rank, 3, patience=600.0, silence=3.0)
 watchdog.on_loss = lambda reason: print("noted:", reason, flush=True)
 print("begun", flush=True)
 if rank == 2:
@@ -61,33 +67,60 @@ def test_a_stopped_rank_ends_the_others(ranks):
 
 HANG = """
 import time
-from datetime import timedelta
+from functools import partial
 from kernels.ranks import world
-world.PATIENCE = timedelta(seconds=3)
+from kernels.ranks.collectives import RankError, with_others
+from kernels.ranks.watchdog import Watchdog
+world.Watchdog = partial(Watchdog, hang=2.0)
 ranks = world.World()
-ranks.barrier()
-if ranks.rank == 1:
-    time.sleep(30)
-try:
-    ranks.barrier()
-except world.RankError as error:
-    print(error)
+ranks.watched(ranks.barrier)
+ranks.watched(time.sleep if ranks.rank == 1 else ranks.least, 40)
 """
 
 
-def test_a_rank_that_hangs_is_not_awaited_for_ever():
-    """Its threads live, so that the watchdog is content; the collective itself gives up."""
+def test_a_rank_that_hangs_in_a_step_ends_all():
+    """Its threads live, but its program has not come as far as the other one's, which waits."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    words = [sys.executable, "-c", HANG]
-    processes = [subprocess.Popen(words, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    processes = [subprocess.Popen([sys.executable, "-c", HANG], cwd=ROOT, text=True, stderr=subprocess.PIPE,
                                   env=environment(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank),
                                                   MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
                  for rank in range(2)]
-    said, errors = processes[0].communicate(timeout=25)
-    processes[1].kill()
-    processes[1].communicate()
-    assert said.startswith("another rank has ended, or has not answered for "), errors
+    errors = [process.communicate(timeout=30)[1] for process in processes]
+    assert re.search(rf"^train_gpt.py: waited \d s for rank 1 \(process {processes[1].pid} on .*\), which "
+                     r"stands at kernels/ranks/world.py:\d+ \(watched\)$", errors[0], re.M), errors
+    assert processes[0].returncode == 2 and processes[1].returncode != 0 and "waited" not in errors[1]
+
+
+@pytest.mark.parametrize("ranks, found", [      # of each: its count after t seconds, and whether in a step
+    (lambda t: [(t, True), (t, True)], None),
+    (lambda t: [(t, True), (min(t, 10), True)], None),                          # The other one goes on.
+    (lambda t: [(min(t, 10), True), (min(t, 10), True)], None),                 # Nobody is behind.
+    (lambda t: [(min(t, 11), False), (min(t, 10), True)], (72, [1])),
+    (lambda t: [(min(t, 10), True), (min(t, 11), True), (min(t, 10), True)], (72, [0, 2])),
+    (lambda t: [(min(t, 11), True), (min(t, 10), False)], (552, [1])),          # not in a step
+    (lambda t: [(min(t, 10), True), (min(t, 11), True), (min(t, 10), False)], (552, [0, 2])),
+    (lambda t: [(min(t // 20, 3), True), (min(t // 20, 2), True)], (60 + 191, [1])),    # Steps take 20 s.
+    (lambda t: [(min(t // 20, 3), False), (min(t // 20, 2), t >= 50)], (60 + 61, [1])),     # Others do.
+    (lambda t: [(min(t // 99, 3), True), (min(t // 99, 2), True)], (297 + 541, [1])),   # 10 take too long.
+])
+def test_who_hangs(ranks: Callable[[int], list[tuple[int, bool]]], found: tuple[int, list[int]] | None):
+    judge = Judge(len(ranks(0)), hang=60.0, patience=540.0, now=0.0)
+    judged = ((t, judge.hung([Told(*one) for one in ranks(t)], float(t))) for t in range(1, 1000))
+    assert next(((t, hung) for t, hung in judged if hung), None) == found
+
+
+def test_a_collective_that_fails_ends_in_one_line():
+    with pytest.raises(RankError, match=r"^another rank .* for 600 s \(Timed out\)$"), with_others():
+        raise RuntimeError("[gloo/buffer.cc:81] Timed out")
+
+
+def test_the_place_is_that_of_the_main_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(place()))
+    thread.start()
+    thread.join()
+    assert re.fullmatch(r"tests/test_watchdog.py:\d+ \(test_the_place_\w+\)", found[0])
 
 
 def test_a_gpu_that_gives_up_ends_in_one_line(capsys):

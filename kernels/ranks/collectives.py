@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.ranks.watchdog import progress
 from kernels.streams import beside, side_stream
 
 # torch 2.13 renamed both.
@@ -51,6 +52,7 @@ class RankError(Exception):
 @contextmanager
 def with_others() -> Iterator[None]:
     """RankError where torch.distributed fails inside, because another rank has ended or hangs."""
+    progress.count += 1
     try:
         yield
     except RuntimeError as error:

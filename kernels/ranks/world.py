@@ -1,5 +1,6 @@
 """The ranks of a run: one process for each GPU, started by torchrun, or several on a CPU."""
 import os
+from collections.abc import Callable
 from textwrap import shorten
 
 import torch
@@ -16,7 +17,7 @@ from kernels.ranks.collectives import (
     with_others,
 )
 from kernels.ranks.nodes import Nodes, groups
-from kernels.ranks.watchdog import Watchdog
+from kernels.ranks.watchdog import Watchdog, progress
 from kernels.streams import side_stream
 
 
@@ -66,7 +67,7 @@ class World:
             try:
                 dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE,
                                         device_id=self.device if on_gpu else None)
-                self.watchdog = Watchdog(self.rank, self.size)
+                self.watchdog = Watchdog(self.rank, self.size, PATIENCE.total_seconds())
             except (RuntimeError, ValueError) as error:     # torch's own errors among them
                 reason = shorten(str(error), 200)
                 raise RankError(f"the ranks do not find each other ({reason}); start with torchrun") from None
@@ -77,7 +78,8 @@ class World:
         """The least x of all ranks."""
         value = torch.tensor(x, device=self.device)
         if self.size > 1:
-            dist.all_reduce(value, dist.ReduceOp.MIN)
+            with with_others():
+                dist.all_reduce(value, dist.ReduceOp.MIN)
         return int(value)
 
     def choose_collectives(self, copies: bool) -> None:
@@ -115,6 +117,15 @@ class World:
         if self.size > 1:
             with with_others():
                 dist.barrier()
+
+    def watched(self, step: Callable, *given: object) -> object:
+        """step(*given), a step of the timed run: a rank that hangs inside is noticed after a minute."""
+        progress.count += 1
+        progress.in_step = True
+        try:
+            return step(*given)
+        finally:
+            progress.in_step = False
 
     def close(self) -> None:
         """End the process group, if there is one."""
