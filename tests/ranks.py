@@ -37,6 +37,9 @@ WAYS = {"gloo": [], "nccl": ["--peer_copies", "false"], "copies": []}      # how
 # ---- The run that is disturbed
 
 def fail(action: str, trainer: train_gpt.Trainer) -> None:
+    # This rank may come to the warm-up before rank 0 has a log.
+    while not any(log.stat().st_size for log in Path(os.environ["RUNS_PATH"]).glob("2*/log.jsonl")):
+        time.sleep(0.1)
     print(f"\nfault at {time.time()}", file=sys.stderr, flush=True)
     match action:
         case "kill":
