@@ -12,9 +12,10 @@ from conftest import write_documents
 
 import train_gpt
 from data import packing
-from data.loader import Bounds, Loader, StepShape, TextSettings, scored_text
+from data.loader import Bounds, Loader, StepShape, TextSettings
 from data.packing import cut_documents, pack, round_up, sample_candidates
 from data.peek import KEEP_TAILS, SCHEDULES
+from data.scoring import scored_text
 from data.shards import ShardError, find_shards, open_shard, write_shard
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from test_loader import text_settings
 
 from data import overlap
-from data.loader import check_scores, other_texts, scored_text
+from data.scoring import check_scores, other_texts, scored_text
 from data.shards import ShardError, find_shards, open_shard, write_shard
 
 

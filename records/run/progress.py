@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from data.loader import ScoredText
+from data.scoring import ScoredText
 from records.run.clock import Clock, Lap
 from records.run.log import RunLog
 from records.run.machine import peak_flops
