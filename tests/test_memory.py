@@ -72,6 +72,16 @@ def test_the_count_of_a_measured_run():
     assert need.allocated == pytest.approx(summary["peak_memory_bytes"], rel=0.02)
 
 
+def test_a_copy_head_is_counted():
+    """Its weights with gradient and state; in a step at least queries and keys of a micro-batch."""
+    configs = [replace(train_gpt.PRESETS["corpus"], copy_channels=channels) for channels in (0, 128)]
+    candidates = {65_536: 12_288, 131_072: 14_336, 196_608: 16_384}
+    without, with_it = (memory.count(train_gpt, config, 2, GPU, True, candidates, [65_536])[65_536]
+                        for config in configs)
+    assert 256 * 768 * 2 < with_it.held - without.held < 256 * 768 * 20
+    assert 1 <= (with_it.step - without.step) / (49_152 * 256 * 2) < 4
+
+
 def test_smaller_gpus_get_smaller_settings(fit_into, fitting, capsys):
     given_up = []
     for room in (140e9, 78e9, 46e9, 38e9, 22e9, 15e9):

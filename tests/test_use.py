@@ -15,7 +15,8 @@ from conftest import ROOT, TINY, environment
 from safetensors.torch import load_file
 
 import train_gpt
-from data.loader import make_batch, validation_stream
+from data.loader import make_batch
+from data.scoring import validation_stream
 from data.vocabulary import Bytes
 from kernels import ngrams
 from records.run import settings, weights

@@ -25,10 +25,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data.errors import DataError
-from data.loader import Batch, TextSettings, make_batch, scored_text, to_device, validation_stream
+from data.loader import Batch, TextSettings, make_batch, to_device
 from data.readers import Documents
+from data.scoring import scored_text, validation_stream
 from data.shards import document_starts
 from data.vocabulary import BytePairs, Bytes
+from kernels import loss
 from use.model import Saved, choose_device, load, logits, one_line, vocabulary_of
 
 ROWS = 4096     # tokens whose logits are in memory at a time
@@ -102,10 +104,10 @@ def score_publicly(saved: Saved, folder: Path, tokens: int) -> float:
     return total / tokens
 
 
-def token_losses(x: Tensor, head: Tensor, targets: Tensor, *_, **__) -> Tensor:
-    """In place of `Ops.head_loss`: the loss of each token (n,), in nats; 0 for a target of -1."""
-    return torch.cat([F.cross_entropy(logits(part, head), wanted.long(), ignore_index=-1, reduction="none")
-                      for part, wanted in zip(x.split(ROWS), targets.split(ROWS))])
+def token_losses(x: Tensor, head: Tensor, wanted: loss.Targets, *_, **__) -> Tensor:
+    """A stand-in for `Ops.head_loss`: the loss of each token (n,), in nats; 0 for a target of -1."""
+    return torch.cat([F.cross_entropy(logits(part, head), next_.long(), ignore_index=-1, reduction="none")
+                      for part, next_ in zip(x.split(ROWS), wanted.targets.split(ROWS))])
 
 
 @torch.no_grad()

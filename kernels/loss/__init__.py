@@ -3,7 +3,15 @@
 In reading order:
 
 - `head.py`: `head_loss`, the matmul with the head and the loss of the next one to three tokens, over the
-  vocabulary or over a weighted sample of it, the candidates (`among_candidates`).
+  vocabulary or over a weighted sample of it, the candidates (`among_candidates`). The next token's
+  probability may be mixed with another source's (`Mixture`).
 - `cross_entropy.py`: what stands between logits and loss, and the gradient of the logits, by Triton kernels.
 """
-from kernels.loss.head import among_candidates, head_loss, head_loss_reference, later_targets
+from kernels.loss.head import (
+    Mixture,
+    Targets,
+    among_candidates,
+    head_loss,
+    head_loss_reference,
+    later_targets,
+)

@@ -4,6 +4,11 @@ The softcap keeps s between 0 and 23, so no maximum is needed before exponential
 modded-nanogpt's (@ClassicLarry, #181), after the bounded logits of Gemma 2 (arXiv 2408.00118). c_v says how
 many tokens candidate v of a sampled softmax stands for; without candidate weights it is 1.
 
+The first target may also have a probability from elsewhere, e^o: the copy head's. `log_odds` are these o, in
+units in which the logits' probability is e^(−l). The loss is that of the sum, l − log(1 + e^(o + l)). Its
+gradient for the logits is that of l times 1 − h, and for o it is −h, with h = σ(o + l) the other source's
+share in the sum.
+
 The logits are read twice. First one program a token sums c e^s along its row and takes the losses. Then one
 program a tile writes p ds/dz with p = Σ_k w_k c e^s / Σ c e^s, in bfloat16 or FP8, over the logits if wanted,
 and also transposed for the FP8 matmul of the head's gradient, which contracts over tokens. Last, the entries
@@ -15,6 +20,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import check, triton
@@ -29,6 +35,7 @@ CONFIGS = [(32, 128, 4), (64, 128, 8), (64, 64, 4)]
 def cross_entropy_reference(
     logits: Tensor, targets: Tensor, weights: Tensor, scale: Tensor | None = None,
     grad_dtype: torch.dtype | None = None, candidate_weights: Tensor | None = None,
+    log_odds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Plain PyTorch form: the losses; with a `grad_dtype` also the gradient that `cross_entropy` writes."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
@@ -37,6 +44,11 @@ def cross_entropy_reference(
     log_counts = 0 if candidate_weights is None else candidate_weights.to(dtype).log()
     log_p = torch.log_softmax(CAP * sigma + log_counts, dim=-1)
     losses = -((targets >= 0) * log_p.gather(1, targets.clamp(min=0).long()))
+    if log_odds is not None:
+        first = torch.arange(targets.shape[1], device=targets.device) == 0
+        more = log_odds.to(dtype)[:, None] + losses
+        losses = torch.where(first & (targets >= 0), losses - F.softplus(more), losses)
+        weight = torch.where(first, weight * (1 - more.sigmoid()), weight)
     if grad_dtype is None:
         return losses, None
     grad = weight.sum(1, keepdim=True) * log_p.exp()
@@ -49,7 +61,8 @@ def cross_entropy_reference(
 
 
 def check_inputs(logits: Tensor, targets: Tensor, weights: Tensor, grad: Tensor | None,
-                 transposed: Tensor | None, scale: Tensor | None, candidate_weights: Tensor | None) -> None:
+                 transposed: Tensor | None, scale: Tensor | None, by_column: Tensor | None,
+                 by_row: tuple[Tensor | None, ...]) -> None:
     check(logits.ndim == 2 and logits.stride(1) == 1 and logits.shape[1] < 2**31, "logits", logits,
           "(tokens, vocabulary) with contiguous rows")
     tokens, vocabulary = logits.shape
@@ -65,9 +78,10 @@ def check_inputs(logits: Tensor, targets: Tensor, weights: Tensor, grad: Tensor 
           "(vocabulary, tokens) of grad's dtype, and given only with grad")
     check(scale is None or scale.numel() == 1 and scale.dtype == torch.float32, "scale", scale,
           "one float32, or None")
-    counts = candidate_weights
-    check(counts is None or counts.shape == (vocabulary,) and counts.dtype == torch.float32
-          and counts.is_contiguous(), "candidate_weights", counts, f"float32 ({vocabulary},), or None")
+    for name, x, length in (("candidate_weights", by_column, vocabulary), ("log_odds", by_row[0], tokens),
+                            ("share", by_row[1], tokens)):
+        check(x is None or x.shape == (length,) and x.dtype == torch.float32 and x.is_contiguous(), name, x,
+              f"contiguous float32 ({length},), or None")
 
 
 def cross_entropy(
@@ -78,20 +92,24 @@ def cross_entropy(
     transposed: Tensor | None = None,  # (vocabulary, tokens), of grad's dtype: receives gradᵀ
     scale: Tensor | None = None,  # one float32 on the device
     candidate_weights: Tensor | None = None,  # (vocabulary,) float32: times e^s; 1 for every target
+    log_odds: Tensor | None = None,  # (tokens,) float32: of the first target by another source; -inf: none
+    share: Tensor | None = None,  # (tokens,) float32: receives that source's share, if there is a grad
     tuned: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """The unweighted losses (tokens, k) float32 of each token's targets; fills `grad`, of any dtype."""
-    check_inputs(logits, targets, weights, grad, transposed, scale, candidate_weights)
+    check_inputs(logits, targets, weights, grad, transposed, scale, candidate_weights, (log_odds, share))
     (tokens, vocabulary), k, weighted = logits.shape, targets.shape[1], candidate_weights is not None
     losses = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     if tokens == 0:
         return losses
     weight_over_sum = None if grad is None else losses.new_empty(tokens)
     sigma = None if grad is None else torch.empty_like(losses)
+    if (mixed := log_odds is not None) and grad is not None and share is None:
+        share = losses.new_empty(tokens)
     loss_kernel[(tokens,)](
-        logits, targets, weights, candidate_weights, losses, weight_over_sum, sigma, vocabulary,
-        logits.stride(0), SOFTCAP=SOFTCAP, WEIGHTED=weighted, TARGETS=k, GRADIENT=grad is not None,
-        BLOCK=1024, num_warps=4)
+        logits, targets, weights, candidate_weights, log_odds, losses, weight_over_sum, sigma, share,
+        vocabulary, logits.stride(0), SOFTCAP=SOFTCAP, WEIGHTED=weighted, MIXED=mixed, TARGETS=k,
+        GRADIENT=grad is not None, BLOCK=1024, num_warps=4)
     if grad is not None:
         rows, columns, warps = tuned or CONFIGS[transposed is not None]
         form = dict(SOFTCAP=SOFTCAP, SCALED=scale is not None, TRANSPOSE=transposed is not None)
@@ -102,8 +120,8 @@ def cross_entropy(
             (logits.stride(0), grad.stride(0), transposed_stride),
             **form, WEIGHTED=weighted, ROUGH=rough, ROWS=rows, COLUMNS=columns, num_warps=warps)
         target_kernel[(triton.cdiv(tokens, 128),)](
-            targets, weights, weight_over_sum, sigma, grad, transposed, scale, tokens, vocabulary,
-            grad.stride(0), transposed_stride, **form, TARGETS=k, BLOCK=128, num_warps=4)
+            targets, weights, weight_over_sum, sigma, share, grad, transposed, scale, tokens, vocabulary,
+            grad.stride(0), transposed_stride, **form, MIXED=mixed, TARGETS=k, BLOCK=128, num_warps=4)
     return losses
 
 

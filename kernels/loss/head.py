@@ -13,6 +13,7 @@ An FP8 head is @YouJiacheng's.
 """
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,24 @@ from kernels.fp8.matmul import (
 from kernels.fp8.quantize import quantize
 from kernels.gradients import Gradient
 from kernels.loss.cross_entropy import CAP, SHIFT, WIDTH, cross_entropy
+
+
+class Mixture(NamedTuple):
+    """How another source shares in the next token's probability: a p_other + (1 − a) p_head."""
+    log_odds: Tensor  # (n,) float32: log a p_other(target) / (1 − a); -inf where p_other is 0
+    log_rest: Tensor  # (n,) float32: log(1 − a)
+
+
+class Targets(NamedTuple):
+    """What the head is to predict, and what that counts."""
+    targets: Tensor  # (n,) int32: each token's next token, as a row of the head; -1 is not scored
+    is_start: Tensor  # (n,) bool: a sequence starts here
+    weights: Tensor  # (k,) float32: loss weights of the next 1 ... k tokens
+    mixture: Mixture | None = None  # for the next token; None: the head alone
+
+    def ahead(self) -> list[Tensor]:
+        """The targets 1 ... k tokens ahead, (n,) each; -1 beyond the sequence's own last target."""
+        return later_targets(self.targets, self.is_start, len(self.weights))
 
 
 def later_targets(targets: Tensor, is_start: Tensor, count: int) -> list[Tensor]:
@@ -59,8 +78,8 @@ def among_candidates(targets: Tensor, candidates: Tensor, vocabulary: int) -> tu
 
 
 def head_loss_reference(
-    x: Tensor, head: Tensor, targets: Tensor, is_start: Tensor, weights: Tensor, fp8: bool,
-    candidate_weights: Tensor | None = None, grad: Gradient | None = None,
+    x: Tensor, head: Tensor, wanted: Targets, fp8: bool, candidate_weights: Tensor | None = None,
+    grad: Gradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch form of `head_loss`. Softcapped logits lie in (0, 23), so Σ e^s needs no maximum."""
     logits = fp8_linear(x, head) if fp8 else F.linear(x, head)
@@ -70,10 +89,12 @@ def head_loss_reference(
     # A comparison fuses with its neighbours when compiled. The gradient of a gather does not.
     tokens = torch.arange(len(head), device=x.device)
     losses = []
-    for wanted in later_targets(targets, is_start, len(weights)):
-        picked = torch.where(wanted[:, None] == tokens, logits, 0).sum(-1)
-        losses.append((log_normaliser - picked).masked_fill(wanted < 0, 0).sum())
-    return sum(weight * loss for weight, loss in zip(weights, losses)), losses[0]
+    for i, targets in enumerate(wanted.ahead()):
+        loss = log_normaliser - torch.where(targets[:, None] == tokens, logits, 0).sum(-1)
+        if wanted.mixture and i == 0:
+            loss = loss - F.softplus(wanted.mixture.log_odds + loss) - wanted.mixture.log_rest
+        losses.append(loss.masked_fill(targets < 0, 0).sum())
+    return sum(weight * loss for weight, loss in zip(wanted.weights, losses)), losses[0]
 
 
 def deliver(made: Tensor, grad: Gradient | None) -> Tensor | None:
@@ -86,10 +107,10 @@ def deliver(made: Tensor, grad: Gradient | None) -> Tensor | None:
 
 class HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, targets: Tensor, weights: Tensor, fp8: bool,
-                candidate_weights: Tensor | None, grad: Gradient | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x: Tensor, head: Tensor, log_odds: Tensor | None, targets: Tensor, weights: Tensor,
+                fp8: bool, candidate_weights: Tensor | None, grad: Gradient | None) -> tuple[Tensor, Tensor]:
         ctx.fp8, ctx.grad, wanted = fp8, grad, any(ctx.needs_input_grad)
-        logits_grad = transposed = scale = None
+        logits_grad = transposed = scale = share = None
         if fp8:
             scales = HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE
             scales = [torch.full((), s, device=x.device) for s in scales]
@@ -98,37 +119,40 @@ class HeadLoss(torch.autograd.Function):
             if wanted:
                 scale, logits_grad = scales[2], torch.empty_like(logits, dtype=torch.float8_e5m2)
                 transposed = torch.empty(logits.shape[::-1], dtype=logits_grad.dtype, device=x.device)
-                ctx.save_for_backward(logits_grad, transposed, x8_transposed, head8_transposed)
+                kept = logits_grad, transposed, x8_transposed, head8_transposed
         else:
             logits = F.linear(x, head)
             if wanted:
                 logits_grad = logits  # in place: the logits are not needed again
-                ctx.save_for_backward(logits_grad, x, head)
-        losses = cross_entropy(logits, targets, weights, logits_grad, transposed, scale, candidate_weights)
-        losses = losses.sum(0)
+                kept = logits_grad, x, head
+        if wanted:
+            share = None if log_odds is None else torch.empty_like(log_odds)
+            ctx.save_for_backward(weights, share, *kept)
+        losses = cross_entropy(logits, targets, weights, logits_grad, transposed, scale, candidate_weights,
+                               log_odds, share).sum(0)
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 
     @staticmethod
     def backward(ctx, outer: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        weights, share, *kept = ctx.saved_tensors
+        rest = None if share is None else -outer * weights[0] * share, *[None] * 5
         if not ctx.fp8:
-            logits_grad, x, head = ctx.saved_tensors
+            logits_grad, x, head = kept
             x_grad = logits_grad @ head * outer
-            return x_grad, deliver(logits_grad.T @ x * outer, ctx.grad), *[None] * 5
-        logits_grad, transposed, x8_transposed, head8_transposed = ctx.saved_tensors
+            return x_grad, deliver(logits_grad.T @ x * outer, ctx.grad), *rest
+        logits_grad, transposed, x8_transposed, head8_transposed = kept
         scale, grad = outer * HEAD_GRADIENT_SCALE, ctx.grad
         x_grad = fp8_matmul(logits_grad, head8_transposed.T, scale, HEAD_WEIGHT_SCALE, fast=False)
         over = None if grad is None or grad.accumulate else grad.buffer  # the matmul may write there itself
         head_grad = fp8_matmul(transposed, x8_transposed.T, scale, HEAD_INPUT_SCALE, fast=False, out=over)
-        return x_grad, deliver(head_grad, grad) if over is None else None, *[None] * 5
+        return x_grad, deliver(head_grad, grad) if over is None else None, *rest
 
 
 def head_loss(
     x: Tensor,  # (n, width): what the head sees; in FP8 normed, and n, width and vocabulary multiples of 16
     head: Tensor,  # (vocabulary, width), or the rows of the candidates
-    targets: Tensor,  # (n,) int32: each token's next token, as a row of `head`; -1 is not scored
-    is_start: Tensor,  # (n,) bool: a sequence starts here
-    weights: Tensor,  # (k,) float32: loss weights of the next 1 ... k tokens
+    wanted: Targets,
     fp8: bool,  # all three matmuls in FP8, with constant scales (kernels/fp8/matmul.py)
     candidate_weights: Tensor | None = None,  # (vocabulary,) float32, from `among_candidates`; None: all 1
     grad: Gradient | None = None,  # where the head's gradient goes; None: autograd gets it
@@ -139,9 +163,14 @@ def head_loss(
     """
     if not torch.is_grad_enabled():  # A function of autograd would make the logits' gradient all the same.
         x, head = x.detach(), head.detach()
-    all_targets = torch.stack(later_targets(targets, is_start, len(weights)), dim=1)
-    total, losses = HeadLoss.apply(x, head, all_targets, weights, fp8, candidate_weights, grad)
-    return total, losses[0]
+    targets, mixture = torch.stack(wanted.ahead(), dim=1), wanted.mixture
+    log_odds = mixture.log_odds if mixture else None
+    total, losses = HeadLoss.apply(
+        x, head, log_odds, targets, wanted.weights, fp8, candidate_weights, grad)
+    if mixture is None:
+        return total, losses[0]
+    more = -mixture.log_rest.masked_fill(wanted.targets < 0, 0).sum()
+    return total + wanted.weights[0] * more, losses[0] + more.detach()
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
@@ -153,7 +182,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         is_start = torch.arange(tokens, device=device) % (512 if size == "real" else 7) == 0
         weights = torch.tensor([1.0, 0.5, 0.25], device=device)
         counts = torch.where(torch.arange(vocabulary, device=device) < seen, 1.0, 4.0) if sampled else None
-        return F.rms_norm(x, (width,)), head * 0.02, targets, is_start, weights, True, counts
+        return F.rms_norm(x, (width,)), head * 0.02, Targets(targets, is_start, weights), True, counts
 
     def gradients(function: Callable) -> Callable:
         def run(x: Tensor, head: Tensor, *rest) -> tuple[Tensor, ...]:
@@ -162,7 +191,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         return run
 
     def exact(*tensors) -> tuple[Tensor, ...]:
-        return gradients(head_loss_reference)(*tensors[:5], False, tensors[6])
+        return gradients(head_loss_reference)(*tensors[:3], False, tensors[4])
 
     if size == "real":
         shapes = [(16384, 768, 50304, False), (49152, 768, 50304, False), (49152, 768, 16384, True)]

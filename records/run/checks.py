@@ -99,6 +99,9 @@ def kernel_faults(c) -> Iterator[Fault]:
                "use powers of two, or --reference qkv and no FP8 in attention")
         yield (int(c.qk_dim * c.rotary_share) < 2, "rotary_share qk_dim",
                "at least one pair of channels turns; use more, or --reference qkv and no FP8 in attention")
+    channels = c.copy_channels
+    yield (channels and (channels < 16 or channels & (channels - 1)) and not off & {"all", "pointer_sums"},
+           "copy_channels", "use 0, a power of two from 16 on, or --reference pointer_sums")
     yield (c.smear and c.gate_channels > 128 and not off & {"all", "smear"}, "gate_channels",
            "use at most 128, or --reference smear")
     yield (c.ngram_beta2 == 0 and not off & {"all", "row_adam", "lookup"}, "ngram_beta2",

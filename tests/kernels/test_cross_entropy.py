@@ -17,11 +17,18 @@ def counts_for(targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
     return weights
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+def odds_for(targets: torch.Tensor) -> torch.Tensor:
+    """Log-odds of another source for the first target: very low, about even, very high, none."""
+    given = torch.tensor([-40.0, -7.0, 60.0, -torch.inf, 3.0], device=DEVICE)
+    return given.repeat(len(targets))[:len(targets)].contiguous()
+
+
+@pytest.mark.parametrize("weighted, mixed", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("grad_dtype", GRADS)
 @pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens,vocabulary,k", [(1, 2, 1), (5, 100, 2), (3, 2100, 3)])
-def test_losses_and_gradients_of_several_targets(tokens, vocabulary, k, logits_dtype, grad_dtype, weighted):
+def test_losses_and_gradients_of_several_targets(
+        tokens, vocabulary, k, logits_dtype, grad_dtype, weighted, mixed):
     """Of logits whose rows lie apart, with repeated and ignored targets; also transposed."""
     logits = random(tokens, vocabulary + 5, dtype=logits_dtype)[:, 2:-3] * 8
     targets = torch.randint(-1, vocabulary, (tokens, k), device=DEVICE)
@@ -30,16 +37,19 @@ def test_losses_and_gradients_of_several_targets(tokens, vocabulary, k, logits_d
     weights = torch.tensor([1, 0.5, 0.25], device=DEVICE)[:k].contiguous()
     scale = None if grad_dtype == torch.float32 else torch.tensor(0.75 / 448, device=DEVICE)
     counts = counts_for(targets, vocabulary) if weighted else None
+    odds = odds_for(targets) if mixed else None
+    share = torch.empty_like(odds) if mixed else None
     given = targets, weights, scale
-    exact, exact_grad = cross_entropy_reference(logits.double(), *given, torch.float64, counts)
-    plain, plain_grad = cross_entropy_reference(logits, *given, grad_dtype, counts)
+    exact, exact_grad = cross_entropy_reference(logits.double(), *given, torch.float64, counts, odds)
+    plain, plain_grad = cross_entropy_reference(logits, *given, grad_dtype, counts, odds)
     grad = torch.full((tokens, vocabulary), float("nan"), device=DEVICE).to(grad_dtype)
     transposed = torch.full((vocabulary, tokens), float("nan"), device=DEVICE).to(grad_dtype)
-    losses = cross_entropy(logits, targets, weights, grad, transposed, scale, counts)
+    losses = cross_entropy(logits, targets, weights, grad, transposed, scale, counts, odds, share)
     assert torch.equal(transposed.float(), grad.float().T)
     assert_as_exact_as_pytorch(losses, plain, exact, slack=3e-7)
     assert_as_exact_as_pytorch(grad, plain_grad, exact_grad, slack=3e-7)
-    assert torch.equal(losses, cross_entropy(logits, targets.int(), weights, candidate_weights=counts))
+    again = cross_entropy(logits, targets.int(), weights, candidate_weights=counts, log_odds=odds)
+    assert torch.equal(losses, again)
     assert losses[1:2].eq(0).all() and grad[1:2].float().eq(0).all()
 
 
@@ -68,8 +78,8 @@ def test_infinite_logits_have_losses_and_nan_and_wrong_targets_show():
 def test_the_references_gradient_is_that_of_its_loss():
     logits = random(3, 50).double().requires_grad_()
     targets, weights = torch.randint(-1, 50, (3, 2), device=DEVICE), torch.tensor([1, 0.5], device=DEVICE)
-    for counts in (None, counts_for(targets, 50)):
-        losses, grad = cross_entropy_reference(logits, targets, weights, None, torch.float64, counts)
+    for counts, odds in ((None, None), (counts_for(targets, 50), None), (None, odds_for(targets))):
+        losses, grad = cross_entropy_reference(logits, targets, weights, None, torch.float64, counts, odds)
         torch.testing.assert_close(torch.autograd.grad((losses * weights).sum(), logits)[0], grad)
 
 
@@ -80,7 +90,9 @@ def test_cross_entropy_refuses_what_it_cannot_do():
                   (logits, targets, weights, logits[:2]),
                   (logits, targets, weights, logits, logits), (logits, targets, weights, None, logits.T),
                   (logits, targets, weights, None, None, weights),
-                  (logits, targets, weights, None, None, None, weights)):
+                  (logits, targets, weights, None, None, None, weights),
+                  (logits, targets, weights, None, None, None, None, weights),
+                  (logits, targets, weights, None, None, None, None, torch.zeros(3), weights)):
         with pytest.raises(ValueError, match="must be"):
             cross_entropy(*wrong)
     assert cross_entropy(logits[:0], targets[:0], weights).shape == (0, 2)

@@ -6,7 +6,7 @@ from checks import DEVICE, error, random, same_bits
 
 from data.packing import sample_candidates
 from kernels.gradients import Gradient
-from kernels.loss import among_candidates, head_loss, head_loss_reference
+from kernels.loss import Mixture, Targets, among_candidates, head_loss, head_loss_reference
 from kernels.loss import head as head_module
 
 DTYPE_OF_HEAD = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -20,19 +20,30 @@ def head_inputs(n: int, width: int, vocabulary: int, targets_ahead: int, weighte
     is_start[[0, 9, 10, 31]] = True
     counts = torch.rand(vocabulary, device=DEVICE) * 5
     counts[targets[targets >= 0].long()] = 1
-    weights = torch.tensor([1, 0.5, 0.25], device=DEVICE)[:targets_ahead]
-    return x.requires_grad_(), head.requires_grad_(), targets, is_start, weights, counts if weighted else None
+    weights = torch.tensor([0.75, 0.5, 0.25], device=DEVICE)[:targets_ahead]
+    wanted = Targets(targets, is_start, weights)
+    return x.requires_grad_(), head.requires_grad_(), wanted, counts if weighted else None
+
+
+def mixture(n: int) -> Mixture:
+    """Of another source that knows every third target, some better than the head, some worse."""
+    log_odds = torch.linspace(-20, 5, n, device=DEVICE)
+    log_odds[::3] = -torch.inf
+    return Mixture(log_odds.requires_grad_(), -torch.rand(n, device=DEVICE).requires_grad_())
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("targets_ahead", [1, 3])
-def test_head_loss_is_its_reference(targets_ahead, weighted):
-    """Losses and both gradients, with an incoming gradient that is not 1."""
-    *inputs, counts = head_inputs(40, 32, 320, targets_ahead, weighted)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_head_loss_is_its_reference(targets_ahead, weighted, mixed):
+    """Losses and all gradients, with an incoming gradient that is not 1."""
+    x, head, wanted, counts = head_inputs(40, 32, 320, targets_ahead, weighted)
+    wanted = wanted._replace(mixture=mixture(40) if mixed else None)
     results = []
     for function in (head_loss_reference, head_loss):
-        total, next_token = function(*inputs, False, counts)
-        results.append([total, next_token, *torch.autograd.grad(3 * total, inputs[:2])])
+        total, next_token = function(x, head, wanted, False, counts)
+        grads = torch.autograd.grad(3 * total, (x, head, *(wanted.mixture or ())))
+        results.append([total, next_token, *grads])
     tolerance = 2e-2 if DEVICE.type == "cuda" else 1e-4
     for reference, kernel in zip(*results):
         assert error(kernel.detach(), reference.detach().double()) < tolerance
@@ -46,7 +57,7 @@ def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_reference():
     is_start, weights = torch.zeros(n, dtype=torch.bool, device=DEVICE), torch.ones(1, device=DEVICE)
     results = []
     for function, fp8 in ((head_loss_reference, False), (head_loss_reference, True), (head_loss, True)):
-        total, _ = function(x, head, targets, is_start, weights, fp8)
+        total, _ = function(x, head, Targets(targets, is_start, weights), fp8)
         results.append([total.detach(), *torch.autograd.grad(2 * total, (x, head))])
     for exact, reference, kernel, slack in zip(*results, (3e-3, 0, 0)):  # one loss may be right by luck
         assert error(kernel, exact.double()) <= 2 * error(reference, exact.double()) + slack
@@ -94,7 +105,7 @@ def test_sampled_softmax_is_the_full_one_on_average():
     scored = targets >= 0
 
     def evaluate(rows, wanted, counts):
-        loss, _ = head_loss_reference(x, rows, wanted, is_start, weights, False, counts)
+        loss, _ = head_loss_reference(x, rows, Targets(wanted, is_start, weights), False, counts)
         found = loss.view(1), *torch.autograd.grad(loss, (x, head))
         return torch.cat([g.flatten() for g in found]).detach()
 

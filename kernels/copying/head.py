@@ -1,0 +1,53 @@
+"""The copy head's parameters, and the two numbers a token by which the loss mixes both probabilities."""
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels.loss import Mixture
+
+# The first score of not copying. With a thousand keys of score 0 beside it the pointer begins with 0.2%.
+FIRST_REST = 13.0
+
+
+def project(x: Tensor, weight: Tensor, gate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys, (n, channels) each, normed; and the score of not copying, (n,) float32."""
+    q, k = F.linear(x, weight).unflatten(-1, (2, -1)).float().unbind(-2)
+    q, k = (F.rms_norm(y, y.shape[-1:]).to(x.dtype) for y in (q, k))
+    return q, k, (x * gate).sum(-1) + bias
+
+
+class CopyHead(nn.Module):
+    """`weight` (2 channels, width) makes queries and keys; `gate` (width,), `bias` the score of not copying.
+
+    With 0 channels there are no parameters and no mixture.
+    """
+
+    def __init__(self, channels: int, width: int, scale: float, dtype: torch.dtype, device: torch.device):
+        """`scale`: of a normed query times a normed key."""
+        super().__init__()
+        self.scale, self.weight, self.gate, self.bias = scale, None, None, None
+        if channels:
+            self.weight = nn.Parameter(torch.empty(2 * channels, width, dtype=dtype, device=device))
+            self.gate, self.bias = (nn.Parameter(torch.zeros(n, device=device)) for n in (width, 1))
+
+    @torch.no_grad()
+    def initialise(self, bound: float, generator: torch.Generator) -> None:
+        """Uniform in ±bound, and next to no copying at first."""
+        if self.weight is not None:
+            self.weight.uniform_(-bound, bound, generator=generator)
+            self.gate.zero_()
+            self.bias.fill_(FIRST_REST)
+
+    def mixture(self, x: Tensor, batch, project: Callable, pointer_sums: Callable) -> Mixture | None:
+        """For the loss of `batch` from what the head sees, x (n, width); None without a copy head.
+
+        `project` and `pointer_sums` are those of this package, or their kernels and references.
+        """
+        if self.weight is None:
+            return None
+        q, k, rest = project(x, self.weight, self.gate, self.bias)
+        matching, every = pointer_sums(
+            q, k, batch.tokens, batch.targets, batch.cu_seqlens, batch.max_length, self.scale)
+        return Mixture(matching - rest, -F.softplus(every - rest))

@@ -1,0 +1,142 @@
+"""Two sums of e^s a token, with s_tj = scale q_t · k_j over earlier states j < t of the same sequence:
+
+    matching_t = log Σ_j [token j+1 = target t] e^s_tj        every_t = log Σ_j e^s_tj
+
+State j predicts token j + 1, so a key that is like the query marks a like context, and matching − every is
+the logarithm of what a pointer to earlier states gives to the target. That is induction, as one head at the
+output.
+
+No score is kept: memory grows with the tokens, not with their square. Backward computes the scores again;
+with the gradients g and h of both sums that of a score is g [match] e^(s − matching) + h e^(s − every). One
+launch makes q's gradient by rows and one k's by columns, so repeated runs are equal bit for bit.
+"""
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from kernels.backend import check, triton
+from kernels.copying.pointer_kernels import key_kernel, pointer_kernel, query_kernel
+from kernels.example import Example, both_ways
+
+CONFIGS = [(64, 64, 4), (64, 32, 4), (32, 64, 4)]  # (rows, columns, warps) of a tile; the first is used
+
+
+def sequence_bounds(cu_seqlens: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Where each token's sequence begins and ends, (n,) each; `cu_seqlens` as in a batch, n at its end."""
+    place = torch.searchsorted(cu_seqlens, torch.arange(n, device=cu_seqlens.device, dtype=cu_seqlens.dtype),
+                               right=True)
+    return cu_seqlens[place - 1], cu_seqlens[place]
+
+
+def block_reference(q: Tensor, k: Tensor, follower: Tensor, target: Tensor, places: tuple[Tensor, ...],
+                    scale: float) -> tuple[Tensor, Tensor]:
+    """Both sums of some rows, (rows,) each, over some keys. `places`: of rows, keys and their sequences."""
+    row, key, first = places
+    earlier = (key < row[:, None]) & (key >= first[:, None])
+    scores = (scale * (q @ k.mT)).to(torch.promote_types(q.dtype, torch.float32))
+    sums = []
+    for taken in (earlier & (follower == target[:, None]), earlier):
+        none = ~taken.any(1)
+        # Rows with nothing to sum take part with a score of 0: a sum over -inf alone has a gradient of NaN.
+        finite = scores.masked_fill(~taken, -torch.inf).masked_fill(none[:, None], 0)
+        sums.append(finite.logsumexp(1).masked_fill(none, -torch.inf))
+    return sums[0], sums[1]
+
+
+def pointer_sums_reference(q: Tensor, k: Tensor, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor,
+                           max_length: int, scale: float, block: int = 256) -> tuple[Tensor, Tensor]:
+    """Plain PyTorch form of `pointer_sums`; keeps the scores of `block` rows at a time."""
+    n, out = len(q), []
+    first, _ = sequence_bounds(cu_seqlens, n)
+    place = torch.arange(n, device=q.device)
+    for begin in range(0, n, block):
+        end = min(begin + block, n)
+        low = max(0, begin - max_length + 1)
+        rows, keys = slice(begin, end), slice(low, end)
+        places = place[rows], place[keys], first[rows]
+        follower = torch.cat([tokens[low + 1:end + 1], tokens[:1]])[:end - low]
+        out.append(checkpoint(block_reference, q[rows], k[keys], follower, targets[rows], places, scale,
+                              use_reentrant=False))
+    none = q.new_empty(0, dtype=torch.promote_types(q.dtype, torch.float32))
+    matching, every = zip(*out) if out else ([none], [none])
+    return torch.cat(matching), torch.cat(every)
+
+
+class PointerSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, tokens, targets, cu_seqlens, scale, tuned):
+        (n, channels), (rows, columns, warps) = q.shape, tuned
+        bounds = sequence_bounds(cu_seqlens, n)
+        matching, every = (torch.empty(n, dtype=torch.float32, device=q.device) for _ in range(2))
+        if n:
+            pointer_kernel[(triton.cdiv(n, rows),)](
+                q, k, tokens, targets, bounds[0], matching, every, n, (q.stride(0), k.stride(0)), scale,
+                CHANNELS=channels, ROWS=rows, COLUMNS=columns, num_warps=warps)
+        ctx.save_for_backward(q, k, tokens, targets, *bounds, matching, every)
+        ctx.scale, ctx.tuned = scale, tuned
+        return matching, every
+
+    @staticmethod
+    def backward(ctx, *grads):
+        q, k, tokens, targets, first, end, *sums = ctx.saved_tensors
+        (n, channels), (rows, columns, warps) = q.shape, ctx.tuned
+        q_grad, k_grad = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+        form = dict(CHANNELS=channels, ROWS=rows, COLUMNS=columns, num_warps=warps)
+        grads, strides = [grad.contiguous() for grad in grads], (q.stride(0), k.stride(0))
+        by_rows, by_columns = (query_kernel, rows, first, q_grad), (key_kernel, columns, end, k_grad)
+        for kernel, size, bound, out in (by_rows, by_columns):
+            if n:
+                kernel[(triton.cdiv(n, size),)](
+                    q, k, tokens, targets, first, bound, *sums, *grads, out, n, strides, ctx.scale, **form)
+        return q_grad, k_grad, None, None, None, None, None
+
+
+def pointer_sums(
+    q: Tensor,  # (n, channels), rows contiguous; channels are a power of two from 16 on
+    k: Tensor,  # like q, of its dtype: the key of state j stands for the token after it
+    tokens: Tensor,  # (n,) int32 or int64, contiguous: sequences one after another
+    targets: Tensor,  # (n,) integers, contiguous: the token that follows; none is negative among tokens
+    cu_seqlens: Tensor,  # (sequences + 1,) int32: where sequences start, n at the end
+    max_length: int,  # of a sequence; the reference alone needs it
+    scale: float,  # of q · k
+    tuned: tuple[int, int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Both sums, (n,) float32 each; -inf where there is nothing to sum, which has no gradient.
+
+    Differentiable in q and k.
+    """
+    fits = q.ndim == 2 and q.size(1) >= 16 and q.size(1) & (q.size(1) - 1) == 0 and q.stride(1) == 1
+    check(fits, "q", q, "(n, channels) with contiguous rows of a power of two of channels, at least 16")
+    check(k.shape == q.shape and k.dtype == q.dtype and k.stride(1) == 1, "k", k, "like q")
+    for name, x in (("tokens", tokens), ("targets", targets)):
+        check(x.shape == q.shape[:1] and x.is_contiguous() and not x.is_floating_point(), name, x,
+              f"contiguous integers, ({len(q)},)")
+    return PointerSums.apply(q, k, tokens, targets, cu_seqlens, scale, tuned or CONFIGS[0])
+
+
+def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    """Both ways, over short sequences and one alone; at the real size 24 sequences of 2,048 tokens."""
+    def inputs(lengths: list[int], channels: int) -> tuple:
+        n, vocabulary = sum(lengths), 20  # A third of the targets is no token.
+        q, k = (torch.randn(n, channels, device=device).to(dtype) for _ in range(2))
+        tokens, targets = (torch.randint(top, (n,), device=device) for top in (vocabulary, 30))
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        return q, k, tokens, targets, bounds
+
+    def outputs(function, *given, longest: int, **tuned):
+        sums = function(*given, longest, given[0].size(1) ** -0.5, **tuned)
+        return tuple(torch.where(x.isinf(), 0, x) for x in sums)
+
+    real = size == "real"
+    for lengths, channels in [([2048] * 24, 128)] if real else [([1, 70, 1, 2, 61], 16), ([130], 32)]:
+        n, pairs = sum(lengths), sum(x * x / 2 for x in lengths)
+        grads = torch.linspace(-1, 1, n, device=device), torch.linspace(1, 0.5, n, device=device)
+        yield Example(
+            "sums of a pointer, both ways", f"{len(lengths)} × {max(lengths):,} × {channels}",
+            partial(inputs, lengths, channels), partial(outputs, pointer_sums, longest=max(lengths)),
+            partial(outputs, pointer_sums_reference, longest=max(lengths)), flop=14.0 * pairs * channels,
+            wrap=lambda function, grads=grads: both_ways(function, grads, (0, 1)), compile=False,
+            configs=tuple(CONFIGS))
