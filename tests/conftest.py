@@ -1,10 +1,14 @@
 """What the tests share: a tiny configuration with every part of the big model, token shards, launchers."""
+import io
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,10 +24,17 @@ if not torch.cuda.is_available():
 
 import train_gpt  # noqa: E402
 from data.shards import write_shard  # noqa: E402
-from kernels.fp8 import scales as fp8_scales  # noqa: E402
+from kernels.attention import qkv_kernels  # noqa: E402
+from kernels.embedding import smearing  # noqa: E402
+from kernels.fp8 import scales, weights  # noqa: E402
 from kernels.mlp import residual_gradient  # noqa: E402
 from kernels.ngrams import shared_gradient  # noqa: E402
 
+LARGE_TILES = {
+    qkv_kernels: {"CONFIGS": [(128, 8)], "FP8_CONFIGS": [(128, 8)] * 2},
+    smearing: {"CONFIGS": [(128, 64, 8)], "BACKWARD_CONFIGS": [(128, 64, 8, 1)]},
+    scales: {"CONFIGS": [(256, 8, 528)]}, weights: {"CONFIGS": [(256, 64, 4)]},
+    shared_gradient: {"CONFIGS": [(8192, 8)]}, residual_gradient: {"CONFIGS": [(32, 1024, 8, 1)]}}
 TINY = ("--width 64 --head_dim 32 --qk_dim 32 --ngram_rows 1024 --micro_batches 8 --steps 6 --extra_steps 2 "
         "--batch_tokens 1024,2048,3072 --sequence_length 64,128,128 --window_block 16 "
         "--momentum_warmup 3 --momentum_cooldown 2 "
@@ -81,9 +92,9 @@ def large_tiles(monkeypatch) -> None:
     The tests in tests/kernels run the tiles that a GPU uses.
     """
     if not torch.cuda.is_available():
-        monkeypatch.setattr(fp8_scales, "CONFIGS", [(64, 8, 528)])
-        monkeypatch.setattr(shared_gradient, "CONFIGS", [(8192, 8)])
-        monkeypatch.setattr(residual_gradient, "CONFIGS", [(32, 1024, 8, 1)])
+        for module, configs in LARGE_TILES.items():
+            for name, config in configs.items():
+                monkeypatch.setattr(module, name, config)
 
 
 @pytest.fixture
@@ -93,14 +104,30 @@ def trainer(config) -> train_gpt.Trainer:
 
 def environment(**variables: str) -> dict[str, str]:
     """The environment of a tested command: a CPU, one thread a process, no folders of the tester."""
-    personal = ("DATA_PATH", "RUNS_PATH", "DISABLE_FP8", "RANK", "WORLD_SIZE")
+    personal = ("DATA_PATH", "RUNS_PATH", "DISABLE_FP8", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR",
+                "MASTER_PORT")
     inherited = {name: value for name, value in os.environ.items() if name not in personal}
     fixed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
              "PYTHON": sys.executable}
     return inherited | fixed | variables
 
 
-def command(*arguments: str, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess:
-    """Run `python train_gpt.py` with these arguments; its output, errors and exit status."""
-    return subprocess.run([sys.executable, "train_gpt.py", *arguments], cwd=ROOT, timeout=timeout,
-                          env=environment(**variables), capture_output=True, text=True)
+def command(*words: str, program: Callable = train_gpt.main, **variables: str) -> subprocess.CompletedProcess:
+    """What `python train_gpt.py` prints with these words, and its exit status; in this process, on its CPU.
+
+    A process of its own would import torch for seconds. `program` may be another one than `train_gpt.main`.
+    """
+    out, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    handler = signal.getsignal(signal.SIGTERM)
+    with (redirect_stdout(out), redirect_stderr(errors),
+          mock.patch.object(sys, "argv", ["train_gpt.py", *words]),
+          mock.patch.dict(os.environ, environment(**variables), clear=True),
+          mock.patch.object(torch.cuda, "is_available", return_value=False)):
+        try:
+            status = program()
+        except SystemExit as end:
+            status = end.code or 0
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+    texts = (stream.buffer.getvalue().decode() for stream in (out, errors))
+    return subprocess.CompletedProcess(words, status, *texts)

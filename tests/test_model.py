@@ -39,7 +39,7 @@ def config(config):
 
 INGREDIENTS = {"ngram_rows": 512, "copy_channels": 16}
 EVERY_INGREDIENT = INGREDIENTS | {"qk_dim": 16}
-SMALL = {"micro_batches": 1, "batch_tokens": (64,) * 3}     # one micro-batch, for kernels in the interpreter
+SMALL = {"micro_batches": 1, "batch_tokens": (32,) * 3}     # one micro-batch, for kernels in the interpreter
 
 
 @pytest.fixture(params=[{}, EVERY_INGREDIENT],

@@ -7,16 +7,16 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, environment
+from conftest import ROOT, TINY, command, environment
 
 import train_gpt
 from kernels.bench import __main__ as bench
 from records import __main__ as records
-from records.tools import ablate
+from records.tools import ablate, profile
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 SHORT = ["--preset", "cpu", "--steps", "3", "--extra_steps", "0", "--val_tokens", "2048",
          "--batch_tokens", "512,768,1024"]
 
@@ -27,14 +27,14 @@ def commands_of(name: str) -> dict[str, str]:
     for block in re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / name).read_text(), re.S):
         heading = ""
         for line in filter(None, map(str.strip, block.splitlines())):
-            command, _, comment = line.partition("#")
-            heading = heading if command else comment
-            found |= {command.strip(): comment or heading} if command else {}
+            shown, _, comment = line.partition("#")
+            heading = heading if shown else comment
+            found |= {shown.strip(): comment or heading} if shown else {}
     return found
 
 
 COMMANDS, GUIDE = (list(commands_of(name)) for name in ("README.md", "CONTRIBUTING.md"))
-MARKED = [command for command, comment in commands_of("CONTRIBUTING.md").items() if "GPU" in comment]
+MARKED = [line for line, comment in commands_of("CONTRIBUTING.md").items() if "GPU" in comment]
 # How a command is run here: what is added to make it short, or why it is not run.
 ELSEWHERE = {
     "./run.sh": "test_run.py::test_the_preset_for_a_laptop",
@@ -66,24 +66,9 @@ def test_the_readme_has_the_two_commands():
             assert f"def {name}(" in (ROOT / "tests" / file).read_text()
 
 
-def settings_for_gpus() -> set[tuple[str, ...]]:
-    """What the program is given in these commands, each once: they differ in their launchers."""
-    lines = [line for line in COMMANDS if line.startswith(GPUS)]
-    return {tuple(shlex.split(line.partition("train_gpt.py")[2])) for line in lines}
-
-
 def test_the_commands_for_gpus_start_the_program_with_torchrun():
     lines = [line for line in COMMANDS if line.startswith(GPUS)]
-    assert all("torchrun" in line and "train_gpt.py" in line for line in lines) and settings_for_gpus()
-
-
-@pytest.mark.parametrize("settings", sorted(settings_for_gpus()), ids=" ".join)
-def test_settings_of_commands_for_gpus(settings):
-    """With two ranks on this machine's processor instead of GPUs, whichever launcher starts them."""
-    train_gpt.parse_config([*settings, "--preset", "cpu"])
-    words = [*TORCHRUN, "train_gpt.py", *settings, *SHORT, "--write_log", "false"]
-    result = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
+    assert lines and all("torchrun" in line and "train_gpt.py" in line for line in lines)
 
 
 @pytest.fixture(scope="module")
@@ -95,8 +80,7 @@ def place(tmp_path_factory):
     (runs / "books" / "tales.jsonl").write_text("\n".join(tales))
     flags = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768"]
     for name in ("short", "other"):
-        subprocess.run([sys.executable, "train_gpt.py", *flags, "--name", name], cwd=ROOT, check=True,
-                       env=environment(RUNS_PATH=str(runs)), timeout=120, capture_output=True)
+        assert command(*flags, "--name", name, RUNS_PATH=str(runs)).returncode == 0
     return runs
 
 
@@ -109,9 +93,9 @@ def test_the_words_of_a_new_record():
     assert records.parser().parse_args(shlex.split(line)[3:]).name == "mine"
 
 
-@pytest.mark.parametrize("line", MARKED)
-def test_settings_of_a_command_that_is_marked_with_its_gpus(line, monkeypatch):
-    _, tool, settings = re.split(r"(-m \S+|train_gpt.py)(?= )", line)
+@pytest.mark.parametrize("line", [*MARKED, *(line for line in COMMANDS if line.startswith(GPUS))])
+def test_settings_of_a_command_for_gpus(line, monkeypatch):
+    _, tool, settings = re.split(r"(-m \S+|train_gpt.py)(?= |$)", line)
     if tool == "-m records.tools.ablate":
         monkeypatch.setattr(sys, "argv", [tool, *shlex.split(settings)])
         settings = shlex.join(ablate.arguments()[1])
@@ -121,8 +105,21 @@ def test_settings_of_a_command_that_is_marked_with_its_gpus(line, monkeypatch):
         train_gpt.parse_config([*shlex.split(settings), "--data_path", "x"])
 
 
+def asked_of_torchrun(words: list[str], folder: Path) -> list[str]:
+    """What run.sh would start on each rank: a Python that takes notes is in torchrun's place."""
+    python = folder / "python"
+    python.write_text("#!/bin/sh\nshift 2\necho \"$@\"\n")
+    python.chmod(0o755)
+    result = subprocess.run(words, cwd=ROOT, env=environment(PYTHON=str(python)), capture_output=True,
+                            text=True)
+    *launcher, found = result.stdout.splitlines()[-1].split(" ", 2)
+    assert launcher == ["--standalone", "--nproc_per_node=2"], result
+    return found.split()
+
+
 @pytest.mark.parametrize("line", HERE)
 def test_a_command(line, place, tmp_path):
+    """Where the program trains, it does so in this process, which has imported torch."""
     for shown, here in (("records/runs", place), ("-mine", "-short"), (" books/", f" {place}/books"),
                         ("data/shards/books", place / "shards"), ("--out plots", f"--out {tmp_path}"),
                         ("--out traces", f"--out {tmp_path}"), ("--save model", f"--save {tmp_path}/model")):
@@ -130,11 +127,13 @@ def test_a_command(line, place, tmp_path):
     words = shlex.split(line)
     variables = dict(word.split("=", 1) for word in words if re.match(r"[A-Z_]+=", word))
     words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
-    if words[0] == "python":
-        words[0] = sys.executable
-    if "train_gpt.py" in words or "./run.sh" in words:
-        words += [] if "--help" in words else SHORT
     variables["RUNS_PATH"] = str(place if "records" in words else tmp_path / "runs")
-    result = subprocess.run(words, cwd=ROOT, env=environment(**variables), capture_output=True, text=True,
-                            timeout=120)
+    words = asked_of_torchrun(words, tmp_path) if words[0] == "./run.sh" else words[1:]
+    if words[0] == "train_gpt.py":
+        result = command(*words[1:], *SHORT, **variables)
+    elif words[1] == "records.tools.profile":
+        result = command(*words[2:], *SHORT, program=profile.main, **variables)
+    else:
+        result = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(**variables),
+                                capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
