@@ -81,6 +81,7 @@ def poison(request):
         return
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True     # A trainer in another test unsets it.
     yield
     torch.use_deterministic_algorithms(False)
 

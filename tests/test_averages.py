@@ -5,6 +5,7 @@ import torch
 
 import train_gpt
 from kernels.optimizer import Averaged, Averages
+from records.run.settings import change
 
 
 def test_averages_against_a_plain_form():
@@ -35,7 +36,7 @@ def test_without_averages_nothing_is_kept_and_nothing_changes():
 
 def test_a_run_ends_with_the_mixture(config):
     """All steps are the same; after the last one the groups with a time constant have other weights."""
-    ends = []
+    ends, config = [], change(config, micro_batches=2, batch_tokens=(256, 512, 512))
     for steps in (0, 4):
         trainer = train_gpt.Trainer(replace(config, average_steps=steps, average_every=1), train_gpt.World())
         losses = [trainer.step(step, trainer.loader.batches(step.index)).item() for step in trainer.schedule]

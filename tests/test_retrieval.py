@@ -2,7 +2,6 @@
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from kernels import ngrams
 from kernels.ranks.collectives import Collectives
 from kernels.retrieval import Guesses, near_guesses, suffix_keys
 from kernels.sequence import starts
-from records.run.settings import UserError
+from records.run.settings import UserError, change
 from records.tools.logs import read_log
 from records.tools.rules import table_class
 
@@ -127,8 +126,8 @@ def test_rows_of_guesses_follow_those_of_n_grams(near, stream):
 
 def test_the_index_holds_what_was_trained_on_and_nothing_else(config):
     """After warm-up nothing, after a step all of its micro-batches in order; validation adds nothing."""
-    config = replace(config, head_dim=16, qk_dim=16, ngrams=(2, 3), retrieval=(1, 2), steps=3,
-                     extra_steps=1, micro_batches=2)
+    config = change(config, head_dim=16, qk_dim=16, ngrams=(2, 3), retrieval=(1, 2), steps=3, extra_steps=1,
+                    micro_batches=2, batch_tokens=(256, 512, 768))
     trainer, text = train_gpt.Trainer(config, train_gpt.World()), torch.empty(0, dtype=torch.int32)
     index = trainer.model.guesses.index
     trainer.warm_up()

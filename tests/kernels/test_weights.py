@@ -7,6 +7,7 @@ from kernels.fp8.quantize import quantize
 from kernels.fp8.weights import CONFIGS, fp8_weights, fp8_weights_reference
 
 
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("width, bad", [(16, float("nan")), (48, 0.0), (272, 1.0)])
 def test_weights_have_the_bits_of_quantize_in_every_configuration(width, bad):
     """Weights of different lengths, one a slice of rows, one of them perhaps zero or NaN. Scales are near the
