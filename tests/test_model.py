@@ -145,20 +145,6 @@ def test_documents_do_not_see_each_other(trainer):
         assert torch.equal(before, loss_of(trainer, batch._replace(tokens=changed), others))
 
 
-@pytest.mark.parametrize("lengths", [(2,), (3,), (1, 2, 3), (3, 2)])
-def test_ngrams_stop_at_a_sequences_start(lengths):
-    tokens = torch.tensor([7, 5, 6, 9, 5, 6, 9, 5, 6, 9], dtype=torch.int32)
-    is_start = torch.zeros(10, dtype=torch.bool)
-    is_start[[0, 4, 7]] = True
-    found = ngrams.ngram_index(tokens, is_start, lengths, 10_007).view(10, len(lengths)).T
-    seen = [(None, None, 7), (None, 7, 5), (7, 5, 6), (5, 6, 9), (None, None, 5), (None, 5, 6), (5, 6, 9)]
-    for length, index in zip(lengths, found):
-        assert index.ge(0).all() and index.lt(10_007).all() and torch.equal(index[4:7], index[7:])
-        for i, a in enumerate(seen):
-            for j, b in enumerate(seen):
-                assert bool(index[i] == index[j]) == (a[-length:] == b[-length:])
-
-
 def test_multi_token_loss_against_cross_entropy():
     torch.manual_seed(0)
     n, width, vocab = 40, 16, 64

@@ -10,7 +10,8 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, environment
+from conftest import ROOT, TINY
+from conftest import command as train
 
 from records.run import sources
 from records.tools import history, launch, markdown, plots, report, schedule, sweep, watch
@@ -556,9 +557,8 @@ def test_watch_before_the_first_step(root):
 
 def test_a_run_of_the_cpu_preset(tmp_path):
     """The program's own log, hash of sources and schedule are what check, stats, plot and report expect."""
-    settings = ["--preset", "cpu", *TINY, "--batch_tokens", "256,512,512", "--runs", "2"]
-    subprocess.run([sys.executable, "train_gpt.py", *settings], cwd=ROOT, check=True, timeout=300,
-                   env=environment(RUNS_PATH=str(tmp_path / "runs")))
+    settings = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,512", "--runs", "2"]
+    assert train(*settings, RUNS_PATH=str(tmp_path / "runs")).returncode == 0
     assert command("stats", tmp_path / "runs", "--target", 10) == 0
     assert command("plot", tmp_path / "runs", "--out", tmp_path / "plots") == 0
     assert {"loss-time.png", "step-time.svg", "schedule.svg"} <= {path.name
