@@ -25,7 +25,7 @@ from records.tools import check, pool, record, watch
 from records.tools.logs import read_log
 from records.tools.report import html_page
 from records.tools.schema import RecordError
-from tests.synthetic import MadeUp, made_up_lines
+from tests.synthetic import MadeUp, foreign_log, made_up_lines
 
 EVIL = [
     None, True, -1, 0, 10 ** 9, 10 ** 30, 1e308, -1e308, float("nan"), float("inf"), "", "x" * 5000,
@@ -34,20 +34,6 @@ EVIL = [
     "a\nb | c <!-- /records -->", [], {}, [[]], [1, "2", None], {"": {"": {}}}, {"steps": 10 ** 9},
     ["\x1b[31m"] * 3, [{"a": 1}] * 2,
 ]
-FOREIGN = """import torch
-{rule}
-Running Python 3.11.10 (main) and
-Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8
-| NVIDIA-SMI 580.126.09    Driver Version: 580.126.09     CUDA Version: 13.0 |
-|   0  NVIDIA H100 80GB HBM3          On  |   00000000:61:00.0 Off |                    0 |
-{rule}
-step:0/3 val_loss:10.8258 train_time:0ms step_avg:0.03ms
-step:1/3 train_time:376ms step_avg:376.00ms
-step:2/3 train_time:596ms step_avg:298.00ms
-step:3/3 train_time:819ms step_avg:273.00ms
-step:3/3 val_loss:3.2796 train_time:819ms step_avg:273.00ms
-peak memory allocated: 37352 MiB reserved: 45542 MiB
-""".format(rule="=" * 100)
 
 
 def mutated_bytes(data: bytes, rng: random.Random) -> bytes:
@@ -125,8 +111,9 @@ def fuzz_log(folder: Path, rng: random.Random) -> None:
 
 
 def fuzz_foreign_log(folder: Path, rng: random.Random) -> None:
-    (folder / "a.txt").write_bytes(mutated_bytes(FOREIGN.encode(), rng))
-    use_log(folder / "a.txt")
+    path = foreign_log(folder, "a")
+    path.write_bytes(mutated_bytes(path.read_bytes(), rng))
+    use_log(path)
 
 
 def fuzz_record(folder: Path, rng: random.Random) -> None:

@@ -18,6 +18,24 @@ from records.run.sources import hash_sources
 
 SOURCES = {"train_gpt.py": b"print('made up')\n", "kernels/xxt.py": b"# made up\n"}
 BATCHES = (131_072, 262_144, 393_216)
+# Shortened from the form of a public log: a line of the sources that looks like a result must not be taken
+# for one.
+FOREIGN = """print("step:1/3 val_loss:1.0000 train_time:1ms step_avg:1.00ms")
+{bar}
+Running Python 3.11.10 (main, Sep  7 2024, 18:35:41) [GCC 11.4.0]
+Running PyTorch 2.10.0+cu128 compiled for CUDA 12.8
+Running Triton version 3.6.0
+| NVIDIA-SMI 580.126.09             Driver Version: 580.126.09     CUDA Version: 13.0     |
+|   0  NVIDIA H100 80GB HBM3          On  |   00000000:3B:00.0 Off |                    0 |
+|   1  NVIDIA H100 80GB HBM3          On  |   00000000:5B:00.0 Off |                    0 |
+{bar}
+step:0/3 val_loss:10.8320 train_time:0ms step_avg:0.04ms
+step:1/3 train_time:376ms step_avg:375.81ms
+step:2/3 train_time:596ms step_avg:298.18ms
+step:3/3 train_time:{end}ms step_avg:273.12ms
+step:3/3 val_loss:{loss} train_time:{end}ms step_avg:273.13ms
+peak memory allocated: 37352 MiB reserved: 45542 MiB
+"""
 
 
 def git(repository: Path, *words: str) -> str:
@@ -65,6 +83,12 @@ def write_run(runs: Path, name: str = "first", seed: int = 0, **particulars) -> 
     folder.mkdir(parents=True)
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder / "log.jsonl"
+
+
+def foreign_log(folder: Path, name: str, loss: float = 3.2796, end: int = 819) -> Path:
+    path = folder / f"{name}.txt"
+    path.write_text(FOREIGN.format(bar="=" * 100, loss=loss, end=end))
+    return path
 
 
 def stage_of(step: int, steps: int) -> int:
