@@ -350,8 +350,7 @@ def test_scaled_linear_layers_give_the_model_the_plain_gradients(config, changes
     assert_near(results[1], results[0], 1e-5, 2e-2)
 
 
-@pytest.mark.parametrize("by_kernel", [False, True])
-def test_ngram_rows_keep_their_gradient_in_compiled_heads_and_in_the_kernel(config, by_kernel):
+def test_ngram_rows_keep_their_gradient_in_compiled_heads(config):
     """That of every layer's scale as well. The reference compiles with its n-gram values, in one graph."""
     trainer = make_trainer(config, ngram_rows=512)
     model, batch, step = trainer.model, first_batch(trainer), trainer.schedule.at(0)
@@ -359,8 +358,7 @@ def test_ngram_rows_keep_their_gradient_in_compiled_heads_and_in_the_kernel(conf
     compiled = torch.compile(attention.qkv_heads_reference, backend="aot_eager", fullgraph=True)
     model.ops = train_gpt.references()
     wanted = results_of(model, batch, step)
-    model.ops = model.ops._replace(
-        **(QKV if by_kernel else {"qkv": partial(attention.project_heads, compiled)}))
+    model.ops = model.ops._replace(qkv=partial(attention.project_heads, compiled))
     found = results_of(model, batch, step)
     for name in ("ngrams.scales", "ngrams.table"):
         assert wanted[name].any()

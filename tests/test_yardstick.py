@@ -253,16 +253,3 @@ def test_a_snapshot_holds_the_tie_and_the_bits(trainer):
         shard.mantissa_bits.zero_()
     optimizer.restore(kept)
     assert all(shard.mantissa_bits.all() for shard in shards)
-
-
-def test_a_gather_has_ended_before_its_layer_reads(trainer, monkeypatch):
-    """Fault: a gather is waited for one layer late."""
-    optimizer, events = trainer.optimizer, []
-    optimizer.begin(trainer.schedule.at(2))
-    wanted = {(transfer.what, transfer.round): transfer.wait for transfer in optimizer.to_gather}
-    monkeypatch.setattr(optimizer, "start_gather", lambda transfer: SimpleNamespace(
-        wait=lambda: events.append((transfer.what, transfer.round))))
-    for stop in optimizer.stops:
-        optimizer.weights_needed(stop)
-        assert {name for name, layer in wanted.items() if layer == stop} <= set(events), stop
-    assert len(events) == len(wanted) > 8
