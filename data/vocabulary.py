@@ -75,9 +75,7 @@ def load_vocabulary(choice: str | Path) -> Bytes | BytePairs:
     except ImportError:
         raise DataError("tiktoken is not installed: pip install -r requirements.txt, or use --bytes")
     if choice != "gpt2":
-        from tiktoken_ext.openai_public import (
-            r50k_pat_str,  # GPT-2's rule for splitting text into words
-        )
+        from tiktoken_ext.openai_public import r50k_pat_str  # GPT-2's rule for splitting text into words
         ranks = read_ranks(choice)
         return BytePairs(tiktoken.Encoding(choice.name, pat_str=r50k_pat_str, mergeable_ranks=ranks,
                                            special_tokens={"<|endoftext|>": len(ranks)}))

@@ -30,12 +30,7 @@ from kernels.attention.rotary import rotate
 from kernels.attention.value_gate import value_mix, value_mix_backward, value_mix_reference
 from kernels.backend import EPS
 from kernels.example import Example
-from kernels.ngrams.shared_gradient import (
-    NGramValues,
-    leave_gradient,
-    share_values,
-    share_values_reference,
-)
+from kernels.ngrams.shared_gradient import NGramValues, leave_gradient, share_values, share_values_reference
 
 ODD_STARTS = 0, 7, 8, 20  # of sequences, in examples
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k (n, heads, qk_dim) and v (n, heads, head_dim)

@@ -9,15 +9,7 @@ In reading order:
 - `weights.py` quantises a layer's weights, once a step.
 - `matmul.py` multiplies, and holds the FP8 head.
 """
-from kernels.fp8.formats import (
-    E4M3,
-    E5M2,
-    Quantized,
-    has_fp8,
-    normed_scale,
-    paired,
-    round_to_fp8,
-)
+from kernels.fp8.formats import E4M3, E5M2, Quantized, has_fp8, normed_scale, paired, round_to_fp8
 from kernels.fp8.matmul import (
     HEAD_GRADIENT_SCALE,
     HEAD_INPUT_SCALE,

@@ -16,14 +16,7 @@ from kernels.backend import tl, triton
 from kernels.example import Example
 from kernels.fp8.formats import E4M3, rounding_slack
 from kernels.fp8.quantize import check_no_ptxas_bug, quantize_reference, quantize_tile
-from kernels.fp8.scales import (
-    APART,
-    largest_norm,
-    largest_row_norm,
-    largest_squares,
-    scale,
-    scale_of,
-)
+from kernels.fp8.scales import APART, largest_norm, largest_row_norm, largest_squares, scale, scale_of
 
 # (tile rows, tile columns, warps). The first is used.
 CONFIGS = [(64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8)]

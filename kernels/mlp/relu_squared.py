@@ -20,15 +20,7 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.example import Example
-from kernels.fp8.formats import (
-    E4M3,
-    E5M2,
-    paired,
-    pairs,
-    round_to_fp8,
-    rounding_slack,
-    widened,
-)
+from kernels.fp8.formats import E4M3, E5M2, paired, pairs, round_to_fp8, rounding_slack, widened
 
 # (tile rows, tile columns, depth in bytes, warps, stages, programs a multiprocessor), best first, from
 # kernels.bench --sweep. The first is used. At the right: KB of shared memory, of 227 (Triton 3.6, sm_90).

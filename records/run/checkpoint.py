@@ -39,15 +39,7 @@ from torch import Tensor
 from kernels.streams import side_stream
 from records.run.log import LogError, disk_errors
 from records.run.settings import UserError, shown
-from records.run.weights import (
-    TensorFiles,
-    check_place,
-    plain,
-    publish,
-    read_json,
-    read_tensors,
-    write_json,
-)
+from records.run.weights import TensorFiles, check_place, plain, publish, read_json, read_tensors, write_json
 
 FORMAT, VERSION = "readable-speedrun-checkpoint", 1
 KEPT = 2                # checkpoints

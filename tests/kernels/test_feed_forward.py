@@ -9,15 +9,8 @@ from kernels.fp8.scales import gradient_scales_reference, mlp_scales_reference
 from kernels.fp8.weights import fp8_weights, fp8_weights_reference
 from kernels.gradients import Gradient
 from kernels.mlp import feed_forward
-from kernels.mlp.feed_forward import (
-    feed_forward_fp8,
-    feed_forward_reference,
-    feed_forward_weights,
-)
-from kernels.mlp.relu_squared import (
-    relu_squared_backward_fp8_reference,
-    relu_squared_fp8_reference,
-)
+from kernels.mlp.feed_forward import feed_forward_fp8, feed_forward_reference, feed_forward_weights
+from kernels.mlp.relu_squared import relu_squared_backward_fp8_reference, relu_squared_fp8_reference
 
 pytestmark = pytest.mark.usefixtures("large_tiles")
 # What the kernels of the FP8 form are replaced by, so that the same sequence runs in plain PyTorch.

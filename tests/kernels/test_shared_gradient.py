@@ -5,12 +5,7 @@ from checks import DEVICE, DTYPE, assert_as_exact_as_pytorch, random
 
 from kernels.attention.example_inputs import HeadInputs
 from kernels.attention.qkv import qkv_heads
-from kernels.ngrams.shared_gradient import (
-    CONFIGS,
-    share_values,
-    sum_over_layers,
-    sum_over_layers_reference,
-)
+from kernels.ngrams.shared_gradient import CONFIGS, share_values, sum_over_layers, sum_over_layers_reference
 
 
 @pytest.mark.parametrize("tuned", CONFIGS)
