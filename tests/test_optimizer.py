@@ -133,19 +133,6 @@ def test_bf16_weights_follow_float32_exactly(config):
     assert torch.equal(updates.read_master(master)[:50], wide.detach())
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_a_long_table_takes_the_bytes_that_are_asked_of_the_machine(config, ranks):
-    """What grows with the rows, of what a rank holds of the table."""
-    rows, config = 4096, replace(config, head_dim=64, ngram_block=16)
-    table = ngrams.NGrams((2,), rows, 64, 2, Collectives(ranks), torch.bfloat16, torch.device("cpu"))
-    table.initialise()
-    group = train_gpt.Group("table", [table.table], [], 1.0, (0.0, 0.9), 0.0, train_gpt.RowAdam)
-    model = SimpleNamespace(ngrams=table, ops=REFERENCES._replace(row_adam=updates.row_adam))
-    state = train_gpt.RowAdam(group, config, model).state()
-    found = sum(x.nbytes for x in state if len(x.shape) and len(x) == rows)
-    assert found == rows * ngrams.table_row_bytes(config.head_dim, config.ngram_block, ranks)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("matrices", [1, 7, 8, 9, 19])
 def test_shards_cover_every_matrix_once(config, ranks, matrices):

@@ -16,7 +16,6 @@ from kernels.fp8.matmul import (
     HEAD_WEIGHT_SCALE,
     fp8_linear,
     fp8_matmul,
-    linear_reference,
 )
 from kernels.fp8.quantize import quantize_reference
 from kernels.fp8.scales import gradient_scales, mlp_scales, qkv_scales

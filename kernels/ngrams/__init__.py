@@ -13,4 +13,4 @@ The update of these rows is `kernels/optimizer/sparse_adam.py`.
 from kernels.ngrams.exchange import ColumnExchange, parts_of_rows, whole_rows
 from kernels.ngrams.row_gradients import RowGradients, enlist, enlist_reference, no_gradients
 from kernels.ngrams.shared_gradient import NGramValues, share_values, share_values_reference
-from kernels.ngrams.table import HASH, InFlight, NGrams, TableState, ngram_index, table_row_bytes
+from kernels.ngrams.table import HASH, InFlight, NGrams, TableState, ngram_index

@@ -38,12 +38,6 @@ def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], coun
     return torch.stack([found[length - 1] % count for length in lengths], 1).flatten().int()
 
 
-def table_row_bytes(head_dim: int, block: int, ranks: int) -> int:
-    """What a row costs each GPU: weights, mean squares, number of its last update, place of its gradient."""
-    columns = head_dim // ranks
-    return 2 * columns + 4 * (columns // block) + 4 + 4
-
-
 class TableState(NamedTuple):
     """The table, its gradient, and the optimizer's state: the first arguments of `row_adam`."""
     weight: Tensor  # (rows, columns)

@@ -96,10 +96,10 @@ def test_without_rows_or_lengths_there_is_no_table(lengths, rows):
 
 
 def test_a_new_table_is_zero_and_a_row_costs_what_it_says():
-    model, block, ranks = table(), 4, 2
+    """Weights, mean squares and the number of its last update, beside its place in the list of gradients."""
+    model = table()
     assert not model.table.any() and model.scales.eq(0.05).all() and model.scales.shape == (3, 2)
-    state = model.optimizer_state(block, 10)
-    here = ngrams.NGrams((2,), 1009, 16, 1, Collectives(ranks), torch.bfloat16, torch.device("meta"))
-    state = here.optimizer_state(block, None)
-    rows = sum(x.numel() * x.element_size() for x in (state.weight, state.second, state.last))
-    assert rows + 4 * 1009 == 1009 * ngrams.table_row_bytes(16, block, ranks)  # 4: its place in the list
+    assert model.optimizer_state(4, 10).gradients.place.nbytes == 1009 * 4
+    here = ngrams.NGrams((2,), 1009, 16, 1, Collectives(2), torch.bfloat16, torch.device("meta"))
+    state = here.optimizer_state(4, None)
+    assert sum(x.nbytes for x in (state.weight, state.second, state.last)) == 1009 * (2 * 8 + 4 * 2 + 4)
