@@ -174,22 +174,12 @@ def test_fineweb_resumes_a_cut_connection(hub, tmp_path):
     assert_whole(hub, tmp_path / "fineweb")
 
 
-@pytest.mark.parametrize("fault, words", [(500, "500 Internal Server Error"),
-                                          ("short", "Consistency check failed"),
-                                          ("flip", "not the one that the hub publishes")])
-def test_fineweb_tries_again(hub, tmp_path, fault, words):
-    hub.faults[TRAIN2] = [fault]
+def test_fineweb_tries_again(hub, tmp_path):
+    hub.faults[TRAIN2] = ["flip"]
     done = fineweb(hub, tmp_path / "fineweb")
     assert done.returncode == 0, done.stderr
-    assert re.search(f"{TRAIN2}: .*{words}.*; trying again \\(2 of 4\\)", done.stderr)
+    assert re.search(f"{TRAIN2}: .*not the one that the hub publishes.*; trying again \\(2 of 4\\)", done.stderr)
     assert hub.fetched() == [TRAIN1, TRAIN2, TRAIN2, VAL]
-    assert_whole(hub, tmp_path / "fineweb")
-
-
-def test_fineweb_tries_again_for_metadata(hub, tmp_path):
-    hub.head_faults[VAL] = [500, 503]
-    done = fineweb(hub, tmp_path / "fineweb")
-    assert done.returncode == 0 and "503 Service Unavailable" in done.stderr, done.stderr
     assert_whole(hub, tmp_path / "fineweb")
 
 

@@ -2,6 +2,7 @@
 import errno
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -191,15 +192,18 @@ def fetched(hub: HubServer, folder: Path) -> bool:
     return {p.name: p.read_bytes() for p in folder.glob("*.bin")} == hub.files
 
 
-@pytest.mark.parametrize("faults", [
-    [("cut", 0)], [("cut", 1)], [("cut", 1024)], [("cut", 5023)], ["cut", "cut", "cut"],
-    ["slow"], ["short"], ["flip"], [500], [502, 503], [408], [429], [(429, {"Retry-After": "1"})],
-    [(503, {"Retry-After": "soon"})],
+@pytest.mark.parametrize("faults, said", [
+    *(([fault], "") for fault in (("cut", 0), ("cut", 1), ("cut", 1024), ("cut", 5023), "slow", 408, 429,
+                                  (429, {"Retry-After": "1"}), (503, {"Retry-After": "soon"}))),
+    (["cut", "cut", "cut"], ""), (["short"], "Consistency check failed"),
+    (["flip"], "not the one that the hub publishes"), ([500], "500 Internal Server Error"),
+    ([502, 503], "503 Service Unavailable"),
 ], ids=str)
-def test_what_may_pass_is_tried_again(hub, tmp_path, faults):
+def test_what_may_pass_is_tried_again(hub, tmp_path, capsys, faults, said):
     hub.faults[TRAIN1], hub.head_faults[TRAIN1] = faults, [f for f in faults if isinstance(f, int)]
     assert fineweb.fetch(tmp_path / "shards", 2, 4).changed() == []
     assert fetched(hub, tmp_path / "shards")
+    assert not said or re.search(f"{TRAIN1}: .*{said}.*; trying again", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("faults, words", [
