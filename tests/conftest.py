@@ -113,6 +113,12 @@ def environment(**variables: str) -> dict[str, str]:
     return inherited | fixed | variables
 
 
+def process(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
+    """The output, errors and exit status of a command in a process of its own."""
+    return subprocess.run(words, cwd=cwd, env=environment(**variables), capture_output=True, text=True,
+                          timeout=480)
+
+
 def command(*words: str, program: Callable = train_gpt.main, **variables: str) -> subprocess.CompletedProcess:
     """What `python train_gpt.py` prints with these words, and its exit status; in this process, on its CPU.
 

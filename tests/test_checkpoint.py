@@ -1,7 +1,6 @@
 """Runs that stop and go on: bit for bit on as many ranks, with the same mathematics on others."""
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoint_worker import MOMENTS
-from conftest import ROOT, TINY, environment
+from conftest import ROOT, TINY, process
 
 import train_gpt
 from kernels import ngrams
@@ -29,9 +28,8 @@ SHORTER = [*TINY, "--batch_tokens", "256,512,768", "--micro_batches", "4", "--va
 def runs(shards, tmp_path_factory):
     """The folder in which `checkpoint_worker` has run."""
     out = tmp_path_factory.mktemp("checkpoints")
-    words = [sys.executable, "tests/checkpoint_worker.py", str(out), "--preset", "cpu", *SHORTER,
-             "--data_path", str(shards)]
-    result = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=480)
+    result = process(sys.executable, "tests/checkpoint_worker.py", str(out), "--preset", "cpu", *SHORTER,
+                     "--data_path", str(shards))
     errors = "".join(path.read_text() for path in out.glob("errors-*.txt"))
     assert result.returncode == 0, result.stderr + errors
     return out

@@ -178,7 +178,8 @@ def test_fineweb_tries_again(hub, tmp_path):
     hub.faults[TRAIN2] = ["flip"]
     done = fineweb(hub, tmp_path / "fineweb")
     assert done.returncode == 0, done.stderr
-    assert re.search(f"{TRAIN2}: .*not the one that the hub publishes.*; trying again \\(2 of 4\\)", done.stderr)
+    said = f"{TRAIN2}: .*not the one that the hub publishes.*; trying again \\(2 of 4\\)"
+    assert re.search(said, done.stderr)
     assert hub.fetched() == [TRAIN1, TRAIN2, TRAIN2, VAL]
     assert_whole(hub, tmp_path / "fineweb")
 

@@ -2,14 +2,13 @@
 import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, environment
+from conftest import ROOT, process
 
 import train_gpt
 from records.run.fit import fit
@@ -37,9 +36,8 @@ def quick(monkeypatch):
 
 def test_two_ranks_look_at_a_machine(shards):
     """The whole program; a CPU has what each rank multiplies and what they exchange."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    result = subprocess.run([*launch, "-m", "records.tools.doctor"], cwd=ROOT, timeout=120, text=True,
-                            env=environment(DATA_PATH=str(shards)), capture_output=True)
+    words = "-m torch.distributed.run --standalone --nproc_per_node=2 -m records.tools.doctor"
+    result = process(sys.executable, *words.split(), DATA_PATH=str(shards))
     assert result.returncode == 0, result.stdout + result.stderr
     first, *lines, last = result.stdout.splitlines()
     assert first.startswith("2 x ") and last == "in order" or last.endswith("slow, 0 broken")

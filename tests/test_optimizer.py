@@ -1,5 +1,4 @@
 """The optimizer: NorMuon and Adam against plain forms, exact master weights, any number of ranks, warm-up."""
-import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
@@ -7,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, environment
+from conftest import TINY, process
 
 import train_gpt
 from kernels import attention, embedding, mlp, ngrams
@@ -175,8 +174,8 @@ def ranks_results(shards, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     flags = ["--preset", "cpu", *TINY, "--qk_dim", "16", "--ngram_rows", "512", "--batch_tokens",
              "512,768,1024", "--steps", "5", "--extra_steps", "1", "--data_path", str(shards)]
-    subprocess.run([sys.executable, "tests/rank_worker.py", str(out), "6", *flags], cwd=ROOT,
-                   env=environment(), check=True, timeout=480, capture_output=True)
+    result = process(sys.executable, "tests/rank_worker.py", str(out), "6", *flags)
+    assert result.returncode == 0, result.stderr
     return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)
             for overlap, result in torch.load(out / f"{ranks}-{rank}.pt").items()}
 

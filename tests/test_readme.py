@@ -5,12 +5,11 @@ Of commands that are marked with the GPUs that they need only the settings are t
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, command, environment
+from conftest import ROOT, TINY, command, process
 
 import train_gpt
 from kernels.bench import __main__ as bench
@@ -110,8 +109,7 @@ def asked_of_torchrun(words: list[str], folder: Path) -> list[str]:
     python = folder / "python"
     python.write_text("#!/bin/sh\nshift 2\necho \"$@\"\n")
     python.chmod(0o755)
-    result = subprocess.run(words, cwd=ROOT, env=environment(PYTHON=str(python)), capture_output=True,
-                            text=True)
+    result = process(*words, PYTHON=str(python))
     *launcher, found = result.stdout.splitlines()[-1].split(" ", 2)
     assert launcher == ["--standalone", "--nproc_per_node=2"], result
     return found.split()
@@ -134,6 +132,5 @@ def test_a_command(line, place, tmp_path):
     elif words[1] == "records.tools.profile":
         result = command(*words[2:], *SHORT, program=profile.main, **variables)
     else:
-        result = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(**variables),
-                                capture_output=True, text=True, timeout=120)
+        result = process(sys.executable, *words, **variables)
     assert result.returncode == 0, result.stderr

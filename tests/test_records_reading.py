@@ -88,27 +88,15 @@ def test_edge_cases_of_statistics():
 
 # What may be pooled
 
-def test_repeated_seeds_are_refused(root):
-    write_run(root / "runs", seed=3)
-    with pytest.raises(RecordError, match=r"seed 3: 20261121-100003-first, 20261121-100005-first"):
-        pool.summarize(read_logs([root / "runs"]))
-
-
-def test_mixed_configurations_are_refused(root):
-    write_run(root / "runs", seed=9, settings={"adam": {"lr": 0.01}})
-    with pytest.raises(RecordError, match=r"adam\.lr \(0\.008 / 0\.01\)"):
-        pool.summarize(read_logs([root / "runs"]))
-
-
-def test_mixed_sources_are_refused(root):
-    write_run(root / "runs", seed=9, sources={**SOURCES, "kernels/xxt.py": b"# changed\n"})
-    with pytest.raises(RecordError, match="differ in sources"):
-        pool.summarize(read_logs([root / "runs"]))
-
-
-def test_diverged_runs_are_refused(root):
-    write_run(root / "runs", seed=9, level=math.nan)
-    with pytest.raises(RecordError, match="its loss is nan: the run diverged"):
+@pytest.mark.parametrize("particulars, message", [
+    ({"seed": 3}, r"seed 3: 20261121-100003-first, 20261121-100005-first"),
+    ({"seed": 9, "settings": {"adam": {"lr": 0.01}}}, r"adam\.lr \(0\.008 / 0\.01\)"),
+    ({"seed": 9, "sources": {**SOURCES, "kernels/xxt.py": b"# changed\n"}}, "differ in sources"),
+    ({"seed": 9, "level": math.nan}, "its loss is nan: the run diverged"),
+], ids=["repeated seeds", "mixed configurations", "mixed sources", "diverged"])
+def test_runs_that_do_not_belong_together_are_refused(root, particulars, message):
+    write_run(root / "runs", **particulars)
+    with pytest.raises(RecordError, match=message):
         pool.summarize(read_logs([root / "runs"]))
 
 

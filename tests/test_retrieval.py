@@ -1,12 +1,11 @@
 """Guesses of the next token: against a plain search, what they may depend on, and in whole runs."""
-import subprocess
 import sys
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, environment
+from conftest import TINY, process
 
 import train_gpt
 from kernels import ngrams
@@ -154,8 +153,7 @@ start(2, out, run, 0, [*settings, "--name", "on", "--resume", kept + "/step-0000
 
 def test_two_ranks_go_on_from_one_and_end_as_it_does(shards, tmp_path):
     settings = ["--preset", "cpu", "--data_path", str(shards), *TINY, *SHORT.split()]
-    result = subprocess.run([sys.executable, "-c", RUNS, str(tmp_path), *settings], cwd=ROOT, timeout=300,
-                            env=environment(), capture_output=True, text=True)
+    result = process(sys.executable, "-c", RUNS, str(tmp_path), *settings)
     assert result.returncode == 0, result.stderr + (tmp_path / "errors-0.txt").read_text()
     one, on = (read_log(next(tmp_path.glob(f"2*-{name}/log.jsonl"))) for name in ("one", "on"))
     assert on.steps["step"].tolist() == [3, 4, 5] and on.header["resumed"]["ranks"] == 1

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, command, environment, write_documents
+from conftest import ROOT, TINY, command, environment, process, write_documents
 from safetensors.torch import load_file
 from torch.distributed.run import get_args_parser
 
@@ -38,12 +38,6 @@ def refused(result: subprocess.CompletedProcess, *parts: str) -> None:
     message = [line for line in result.stderr.splitlines() if line.startswith("train_gpt.py: ")]
     assert len(message) == 1 and "Traceback" not in result.stderr, result.stderr
     assert all(part in message[0] for part in parts), message[0]
-
-
-def process(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
-    """The output, errors and exit status of a command in a process of its own."""
-    return subprocess.run(words, cwd=cwd, env=environment(**variables), capture_output=True, text=True,
-                          timeout=400)
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +170,7 @@ def test_a_full_disk(shards, tmp_path, monkeypatch):
 def test_interrupt_leaves_a_complete_log(tmp_path, shards):
     words = [sys.executable, "train_gpt.py", *SHORT, "--steps", "600", "--epochs", "2000"]
     variables = environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
-    process = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
+    running = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
 
     def has_begun() -> bool:
         return any('"step"' in log.read_text() for log in tmp_path.glob("2*/log.jsonl"))
@@ -184,9 +178,9 @@ def test_interrupt_leaves_a_complete_log(tmp_path, shards):
     deadline = time.time() + 60
     while time.time() < deadline and not has_begun():
         time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130 and "Traceback" not in errors
+    running.send_signal(signal.SIGINT)
+    _, errors = running.communicate(timeout=30)
+    assert running.returncode == 130 and "Traceback" not in errors
     assert "interrupted; the log so far is complete" in errors
     *steps, last = read_log(tmp_path)[1:]
     assert last == {"kind": "stopped", "step": len(steps), "reason": "interrupted"} and steps

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, environment
+from conftest import ROOT, environment, process
 
 
 def script(path: Path, text: str) -> None:
@@ -54,8 +54,7 @@ def test_fast_attention_is_installed_where_every_gpu_is_hopper_or_newer(machine,
 ], ids=["missing", "no torch", "through a link"])
 def test_another_python_and_a_link(tmp_path, python, status, words):
     (tmp_path / "link.sh").symlink_to(ROOT / "run.sh")
-    done = subprocess.run([tmp_path / "link.sh", "--explain"], cwd=tmp_path, env=environment(PYTHON=python),
-                          capture_output=True, text=True, timeout=60)
+    done = process(str(tmp_path / "link.sh"), "--explain", cwd=tmp_path, PYTHON=python)
     assert done.returncode == status and words in done.stderr and len(done.stderr.splitlines()) == bool(words)
 
 

@@ -2,7 +2,6 @@
 import json
 import math
 import re
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -11,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, environment
+from conftest import ROOT, TINY, process
 from safetensors.torch import load_file
 
 import train_gpt
@@ -177,8 +176,7 @@ def test_a_bad_model_is_refused_in_one_line(tmp_path, config, name, edit, parts)
 
 def test_a_sample_from_outside(trained):
     words = ["./run.sh", "sample", "--prompt", "ab", "--tokens", "5", "--samples", "2"]
-    result = subprocess.run(words, cwd=ROOT, env=environment(RUNS_PATH=str(trained[0].parent.parent)),
-                            capture_output=True, text=True, timeout=120)
+    result = process(*words, RUNS_PATH=str(trained[0].parent.parent))
     assert result.returncode == 0 and result.stdout.startswith("ab"), result.stderr
     assert "-" * 80 + "\nab" in result.stdout and "10 tokens in" in result.stderr
 
