@@ -18,7 +18,7 @@ from records.run import checks, settings
 from records.run.kinds import Between, OneOf, is_names, parts
 from records.run.settings import UserError
 
-DRAWS = int(os.environ.get("DRAWS", 1000))      # settings drawn at random; one of 50 is trained
+DRAWS = int(os.environ.get("DRAWS", 2000))      # settings drawn at random; one of 50 is trained
 SMALL = [*TINY, "--micro_batches", "2", "--batch_tokens", "64,64,128", "--sequence_length", "64,64,64"]
 SMALL = ["--preset", "cpu", *SMALL, "--val_tokens", "256", "--val_chunk", "256", "--write_log", "false"]
 TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0.0", "0.5", "1e-320", "1j",
@@ -27,6 +27,7 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
 
 
 @pytest.mark.parametrize("arguments, parts", [
+    (["--stepz", "3"], ["unknown setting '--stepz'", "--steps"]),
     (["--mount_lr=3"], ["unknown setting", "--muon_lr"]),
     (["--steps"], ["--steps: expected one argument"]),
     (["--steps", "many"], ["--steps many: expected a whole number from 0 to 1,000,000"]),
@@ -41,10 +42,12 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
                                             "multiples of 32"]),
     (["--batch_tokens", "1024,2048,4194304"], ["at most 1048576 tokens"]),
     (["--windows", "(1, 3), (3, 7)"], ["--windows has 2 values", "there are 3 stages", "give one a stage"]),
+    (["--windows", "((1,3),(3,7),5)"], ["expected 2 values in brackets, each a whole", "in place of 5"]),
     (["--multi_token", "((1,1),),((1,1),),()"], ["--multi_token", "use 1 to 3 pairs"]),
     (["--lr_scale", "1,1e999,1"], ["--lr_scale 1,1e999,1", "from 0 to 1e+30 in place of inf"]),
     (["--lr_scale", "-1,1,1"], ["--lr_scale: expected one argument", "--name=-1"]),
     (["--muon_lr", "nan"], ["--muon_lr nan: expected a number"]),
+    (["--muon_momentum", "0.9"], ["--muon_momentum 0.9: expected 2 values in brackets"]),
     (["--momentum_warmup", "0"], ["--momentum_warmup 0"]),
     (["--adam_every", "0"], ["--adam_every 0: expected a whole number from 1 to 64"]),
     (["--polar_steps", "0"], ["--polar_steps 0"]),
@@ -59,10 +62,12 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
     (["--ngrams", "2,9"], ["--ngrams 2,9: expected a whole number from 1 to 6 in place of 9"]),
     (["--ngrams", "2,3,4"], ["--ngrams 2,3,4: each takes a head", "at most 2"]),
     (["--ngram_rows", "2000000000"], ["--ngram_rows 2000000000", "from 0 to 1,073,741,824"]),
+    (["--ngram_classes", "true"], ["--ngram_classes True --vocab_size 257", "GPT-2's"]),
     (["--softmax_samples", "-1"], ["--softmax_samples -1"]),
     (["--vocab_size", "1"], ["--vocab_size 1"]),
     (["--val_tokens", "-5"], ["--val_tokens -5"]),
     (["--val_chunk", "100"], ["--val_chunk 100 --val_sequence_length 256", "holds whole sequences"]),
+    (["--smear", "1"], ["--smear 1: expected true or false"]),
     (["--attention", "flash9"], ["--attention flash9: expected a name out of auto, flash4, varlen, plain"]),
     (["--fp8", "1"], ["--fp8 1: expected a name out of head, attention, mlp"]),
     (["--fp8", "head,tail"], ["--fp8 head,tail: expected a name out of head", "in place of tail"]),
