@@ -191,7 +191,7 @@ def test_settings_at_random(shards):
             raise AssertionError(texts) from error
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                train_gpt.explain(config, 2, True)
+                train_gpt.print_tables(config, 2, True)
             if trained < i // 50 and is_tiny(config):
                 trained += trains(config)
         except Exception as error:
