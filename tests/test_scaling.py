@@ -1,0 +1,43 @@
+"""The table of how several ranks compare with fewer."""
+import json
+from pathlib import Path
+
+import numpy as np
+
+from records.tools import scaling
+from records.tools.schema import RecordError, Run
+
+
+def test_rows_compare_with_the_fewest_ranks(monkeypatch, tmp_path, capsys):
+    """By the last steps of each batch; two ranks by NCCL here take 0.6 of one's time, and by copies half."""
+    commands = []
+
+    def launch(command: str, runs: Path) -> Run:
+        commands.append(command)
+        share = 1.0 if "node=1 " in command else 0.5 if "--peer_copies true" in command else 0.6
+        tokens = np.repeat([64, 128, 192], 50).cumsum()
+        ms = np.repeat([1.0, 2.0, 3.0], 50) * share
+        ms[:10] = ms[50:60] = 99    # Clocks settle: these are not timed.
+        header = {"devices": ["A"], "versions": {}, "commit": "abc", "dirty": False}
+        summary = {"peak_memory_bytes": 5, "startup_s": 7.0}
+        return Run(runs, header, {"ms": ms, "tokens": tokens}, {}, summary=summary)
+
+    monkeypatch.setattr(scaling, "launch", launch)
+    out = tmp_path / "rows.json"
+    given = ["--ranks", "2,1", "--batch_tokens", "64,128,192", "--out", str(out), "--preset", "corpus"]
+    assert scaling.main(given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "times as fast as 1 rank " in lines[0] and len(lines) == 2 + 9
+    assert [line.split("|")[-3].strip() for line in lines[2:]] == ["1.00", "2.00", "1.67"] * 3
+    assert [line.split("|")[-2].strip() for line in lines[2:5]] == ["100%", "100%", "83%"]
+    rows = json.loads(out.read_text())
+    assert rows[0]["ms"] == [1.0, 1.0, 1.0] and rows[0]["startup_s"] == 7.0 and rows[0]["commit"] == "abc"
+    assert len(commands) == 3 and all("--preset corpus" in command for command in commands)
+
+
+def test_a_run_that_fails_ends_in_one_line(monkeypatch, capsys):
+    def launch(*_) -> Run:
+        raise RecordError("the command above failed")
+    monkeypatch.setattr(scaling, "launch", launch)
+    assert scaling.main([]) == 2
+    assert capsys.readouterr().err == "python -m records.tools.scaling: the command above failed\n"
