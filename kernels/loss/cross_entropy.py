@@ -137,7 +137,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
     def kernel(logits, targets, weights, scale, counts, out: torch.dtype | None, both: bool, tuned=None):
         grad = None if out is None else torch.empty_like(logits, dtype=out)
         transposed = grad.new_empty(logits.shape[::-1]) if both else None
-        losses = cross_entropy(logits, targets, weights, grad, transposed, scale, counts, tuned)
+        losses = cross_entropy(logits, targets, weights, grad, transposed, scale, counts, tuned=tuned)
         return losses, grad, transposed
 
     def reference(logits, targets, weights, scale, counts, out: torch.dtype | None, both: bool):
