@@ -1,4 +1,4 @@
-"""python -m records.tools.scaling: how many times as fast several GPUs are as one, by batch and by collectives.
+"""python -m records.tools.scaling: how many times as fast several GPUs are as one.
 
     python -m records.tools.scaling --ranks 1,2,4 --preset corpus --ngram_rows 134217728 --micro_batches 4
 
@@ -24,8 +24,8 @@ from records.tools.schema import RecordError, Run
 
 WARM, TIMED = 10, 40        # steps of each batch, before the clocks of the GPUs have settled and after
 QUIET = "--extra_steps 0 --val_every 0 --average_steps 0 --save= --score none --val_tokens 65536"
-HEAD = ["tokens a step", "ranks", "collectives", f"ms, median of {TIMED}", "middle half", "times as fast as {}",
-        "efficiency"]
+HEAD = ["tokens a step", "ranks", "collectives", f"ms, median of {TIMED}", "middle half",
+        "times as fast as {}", "efficiency"]
 
 
 def times(run: Run) -> dict[str, tuple[float, float, float]]:
@@ -40,14 +40,15 @@ def ways(ranks: list[int]) -> Iterator[tuple[int, str]]:
         yield from [(count, "copies"), (count, "nccl")] if count > 1 else [(1, "none")]
 
 
-def measure(ranks: list[int], batches: str, settings: list[str]) -> list[dict]:
+def measure(counts: list[int], batches: str, settings: list[str]) -> list[dict]:
     """A row for each batch, number of ranks and kind of collectives. RecordError where a run fails."""
     rows = []
-    for count, way in ways(ranks):
+    for count, way in ways(counts):
         stages = batches.count(",") + 1
         flags = f"--batch_tokens {batches} --steps {stages * (WARM + TIMED)} {QUIET} --name scaling"
-        command = (f"{shlex.quote(sys.executable)} -m torch.distributed.run --standalone --nproc_per_node={count}"
-                   f" train_gpt.py {shlex.join(settings)} {flags} --peer_copies {str(way != 'nccl').lower()}")
+        ranks = f"-m torch.distributed.run --standalone --nproc_per_node={count}"
+        command = (f"{shlex.quote(sys.executable)} {ranks} train_gpt.py {shlex.join(settings)} {flags} "
+                   f"--peer_copies {str(way != 'nccl').lower()}")
         with tempfile.TemporaryDirectory() as folder:
             run = launch(f"RUNS_PATH={shlex.quote(folder)} {command}", Path(folder))
         if run.diverged:
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, as 1,2,4")
     parser.add_argument("--batch_tokens", default="65536,196608,393216", help="tokens a step, one a stage")
-    parser.add_argument("--out", type=Path, help="a JSON file for the rows, with devices, versions and commit")
+    parser.add_argument("--out", type=Path, help="a JSON file for the rows, with devices and commit")
     options, settings = parser.parse_known_args(argv)
     try:
         rows = measure([int(count) for count in options.ranks.split(",")], options.batch_tokens, settings)
