@@ -1104,7 +1104,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
     report = Report(log, clock, len(schedule), world.device, world.rank, world.size)
     points, candidates = set(trainer.validation_points()), trainer.loader.candidates_of
     report.tokens = sum(step.batch_tokens for step in islice(schedule, first))
-    log.steps = first
+    log.first = first
     report.bar.update(first)
     batches = trainer.loader.prefetch(range(first, len(schedule)))
     try:
@@ -1142,7 +1142,7 @@ def run(config: Config, world: World, started: float) -> Report:
               **(resumed.facts() if resumed else {}),
               config=settings.flat(config) | {"data_path": Path(config.data_path).name})
     if world.watchdog:
-        world.watchdog.on_loss = lambda reason: log.write("stopped", step=log.steps, reason=reason)
+        world.watchdog.on_loss = log.stopped
     if world.rank == 0:
         machine = f"{world.size} x {device_name(world.device)}"
         print(explain.announcement(facts, machine), *prepare(trainer.model, trainer.schedule), sep="\n")

@@ -39,11 +39,11 @@ class RunLog:
     """The log of a run, in a new folder under $RUNS_PATH or `records/runs`. Each line is whole once written.
 
     A log that is not `enabled` (on ranks other than the first) writes nothing. `sources` is the hash of what
-    runs.
+    runs. `first` is the number of steps that were taken before, in the run which this one resumes.
     """
 
     def __init__(self, name: str, enabled: bool = True):
-        self.file, self.path, self.sources, self.steps = None, None, None, 0
+        self.file, self.path, self.sources, self.first = None, None, None, 0
         if not enabled:
             return
         runs = Path(os.environ.get("RUNS_PATH", ROOT / "records/runs"))
@@ -74,7 +74,21 @@ class RunLog:
     def __exit__(self, _, error: BaseException | None, __) -> None:
         """An error is the last line, in warm-up as in the run."""
         if error is not None:
-            self.write("stopped", step=self.steps, reason=str(error) or "interrupted")
+            self.stopped(str(error) or "interrupted")
+
+    def stopped(self, reason: str) -> None:
+        """Add the last line of a run that did not reach its end.
+
+        Its number of steps is that of the lines in the file. Ctrl-C may fall between any two statements, so a
+        count kept beside the file could differ from it by one.
+        """
+        if self.file is None:
+            return
+        with disk_errors(f"the run's log {self.path}"):
+            self.file.flush()
+            with open(self.path) as lines:
+                taken = sum(line.startswith('{"kind": "step"') for line in lines)
+        self.write("stopped", step=self.first + taken, reason=reason)
 
     def write(self, kind: str, **values: object) -> None:
         """Add a line: a JSON object with the `kind` of line and these values. None follows the last one."""
@@ -86,4 +100,3 @@ class RunLog:
             if kind in ("summary", "stopped"):      # the last line
                 self.file.close()
                 self.file = None
-        self.steps += kind == "step"
