@@ -46,7 +46,7 @@ from kernels.ranks.collectives import Collectives, Work, wait
 from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, stops_of, timetable
 from kernels.ranks.world import World, launched
 from kernels.sequence import starts
-from kernels.streams import beside, side_stream
+from kernels.streams import beside, recorded, side_stream
 from records.run import explain, settings
 from records.run.checkpoint import Keeper, check_saving, find, restore
 from records.run.checks import Backend, NGram, Part, Rows, check_config, check_device, check_machine
@@ -1054,10 +1054,10 @@ class Trainer:
     def capture(self, step: Step, batches: list[Batch]) -> None:
         """Record what a step of this kind does as a CUDA graph, from now on replayed by one launch."""
         inputs = [to_device(batch, self.world.device, copy=True) for batch in batches]
-        # Graphs never run at once, so they share memory. `thread_local` lets the loader's thread pin memory.
+        # Graphs never run at once, so they share memory.
         pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with recorded(graph, pool):
             self.program(step, inputs)
         self.graphs[step.kind] = graph, inputs
         self.step(step, batches)                    # The first replay uploads the graph.

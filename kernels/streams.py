@@ -1,4 +1,4 @@
-"""CUDA streams by name, and a block of code on one of them."""
+"""CUDA streams by name, a block of code on one of them, and a block of code as a CUDA graph."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,3 +29,23 @@ def beside(stream: torch.cuda.Stream | None, behind: torch.cuda.Stream | None = 
     stream.wait_stream(behind or torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
+
+
+@contextmanager
+def recorded(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> Iterator[None]:
+    """Record the block as `graph`, in the memory of `pool` (another graph's, or None: memory of its own).
+
+    If the block fails, its error is raised. Streams that it left behind make the recording end with an error
+    ("capturing stream has unjoined work"), which would hide the first, such as a lack of memory.
+    Other threads, such as the loader's, may pin memory meanwhile.
+    """
+    failure = None
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            try:
+                yield
+            except BaseException as error:
+                failure = error
+                raise
+    except RuntimeError as error:
+        raise failure or error

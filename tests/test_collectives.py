@@ -16,6 +16,7 @@ from torch.distributed import _symmetric_memory
 from kernels.ranks import collectives
 from kernels.ranks import world as worlds
 from kernels.ranks.nodes import Nodes, groups
+from kernels.streams import recorded
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -211,3 +212,20 @@ def test_copies_agree_with_nccl():
                             env=os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"})
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     assert result.stdout.count("agrees") == ranks
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("out of memory"), ValueError("a mistake"), None])
+def test_what_fails_while_a_graph_is_recorded_is_what_is_raised(monkeypatch, failure):
+    """The end of such a recording fails too, as a stream was left behind; alone, its error is the one."""
+    class Recording:
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *error):
+            raise RuntimeError("capturing stream has unjoined work")
+
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: Recording())
+    with pytest.raises(type(failure) if failure else RuntimeError) as raised, recorded(None):
+        if failure:
+            raise failure
+    assert raised.value is failure or "unjoined" in str(raised.value)
