@@ -264,8 +264,10 @@ class Room:
     def __init__(self, size: int, device: torch.device):
         self.here = torch.empty(size, dtype=torch.int32, pin_memory=True)
         self.there = torch.empty(size, dtype=torch.int32, device=device)
-        # Events: the copy has arrived; the last reader of the copy has ended.
+        # Events: the copy has arrived; the last reader of the copy has ended. At first that is whoever had
+        # this memory before, as the batches of an earlier loader whose steps may still run.
         self.ready, self.left = torch.cuda.Event(), torch.cuda.Event()
+        self.left.record()
 
     def bring(self, batches: list[Batch], stream: torch.cuda.Stream) -> list[Batch]:
         """Copy them to the GPU in one piece, on `stream`; they are there once `ready` is."""

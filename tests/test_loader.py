@@ -12,7 +12,7 @@ from conftest import write_documents
 
 import train_gpt
 from data import packing
-from data.loader import Bounds, Loader, StepShape, TextSettings
+from data.loader import Bounds, Loader, Room, StepShape, TextSettings
 from data.packing import cut_documents, pack, round_up, sample_candidates
 from data.peek import KEEP_TAILS, SCHEDULES
 from data.scoring import scored_text
@@ -214,6 +214,22 @@ def test_batches_come_to_a_gpu_unharmed(sampled):
     for index, batches in enumerate(copies):
         for mine, batch in zip(batches, plan.batches(index), strict=True):
             assert all(torch.equal(x.cpu(), y) for x, y in zip(mine, batch[:-1], strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to bring them to")
+def test_batches_wait_for_who_had_their_memory_before(config):
+    """As the last steps of a loader that is gone: a step that lags would read what the next loader brings."""
+    size, stream = 1 << 18, torch.cuda.Stream()
+    before = torch.full((size,), 7, dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)                                     # half a second
+    seen, place = before.clone(), before.data_ptr()
+    del before
+    room = Room(size, torch.device("cuda"))
+    assert room.there.data_ptr() == place
+    room.bring(loader(config).batches(0), stream)
+    room.ready.synchronize()
+    assert (seen == 7).all()
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

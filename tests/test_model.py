@@ -327,14 +327,15 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
 
 @pytest.mark.parametrize("kernels", [QKV, {"smear": embedding.smear}], ids=["qkv", "smear"])
 def test_a_kernel_gives_the_model_its_references_gradients(trainer, kernels):
-    model = trainer.model
+    model = trainer.model.float()       # bfloat16 on a GPU rounds by more than small sums of large terms are.
+    model.dtype = torch.float32
     awake(model)
     batch, step = first_batch(trainer), trainer.schedule.at(0)
     plain = train_gpt.references()
     model.ops = model.ops._replace(**{name: getattr(plain, name) for name in kernels})
     wanted = results_of(model, batch, step)
     model.ops = model.ops._replace(**kernels)
-    assert_near(results_of(model, batch, step), wanted, 1e-5, 2e-2)
+    assert_near(results_of(model, batch, step), wanted, 1e-5, 1e-3)
 
 
 @pytest.mark.parametrize("changes", [{}, {"value_embeddings": False}], ids=str)

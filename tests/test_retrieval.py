@@ -127,14 +127,15 @@ def test_the_index_holds_what_was_trained_on_and_nothing_else(config):
     """After warm-up nothing, after a step all of its micro-batches in order; validation adds nothing."""
     config = change(config, head_dim=16, qk_dim=16, ngrams=(2, 3), retrieval=(1, 2), steps=3, extra_steps=1,
                     micro_batches=2, batch_tokens=(256, 512, 768))
-    trainer, text = train_gpt.Trainer(config, train_gpt.World()), torch.empty(0, dtype=torch.int32)
-    index = trainer.model.guesses.index
+    trainer = train_gpt.Trainer(config, train_gpt.World())
+    index, device = trainer.model.guesses.index, trainer.world.device
+    text = torch.empty(0, dtype=torch.int32, device=device)
     trainer.warm_up()
     assert not any(x.any() for x in (index.text, index.slots, index.count))
     for step in trainer.schedule:
         batches = trainer.loader.batches(step.index)
         trainer.step(step, batches)
-        for batch in batches:
+        for batch in (train_gpt.to_device(batch, device) for batch in batches):
             sign = 1 - 2 * starts(batch.cu_seqlens, len(batch.tokens)).int()
             text = torch.cat([text, (batch.tokens + 1) * sign])
         assert torch.equal(index.written(), text)

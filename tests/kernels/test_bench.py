@@ -14,6 +14,7 @@ from kernels.optimizer import sparse_adam, symmetric
 
 ROOT = Path(bench.__file__).parents[2]
 CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def row(name: str = "gram XXᵀ", shape: str = "4 × 768 × 768", **known) -> dict:
@@ -97,7 +98,7 @@ def test_the_figure_is_drawn_from_rows(tmp_path):
 
 def test_each_kernel_is_launched_and_what_is_not_finite_is_named(monkeypatch, capsys):
     """In two runs, the second one with a kernel that gives NaN."""
-    found = [(sparse_adam, example) for example in sparse_adam.examples("odd", CPU, torch.float32)][-1:]
+    found = [(sparse_adam, example) for example in sparse_adam.examples("odd", DEVICE, torch.float32)][-1:]
     monkeypatch.setattr(bench, "every_example", lambda *_: found)
     assert bench.main(["--odd"]) == 0
     printed = capsys.readouterr().out
