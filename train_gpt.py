@@ -661,7 +661,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         small("scalars", scalars,                                     5.0,             (0.90, 0.99)),
         small("residual scalars", [model.residual_scalars],           5.0,             (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                       0.01,            (0.90, 0.99)),
-        small("copy gate", [model.copy_head.gate],                    0.01,            (0.90, 0.99)),
+        small("copy gate", [model.copy_head.gate],                    0.1,             (0.90, 0.99)),
         small("value gates", [model.value_gates],                     1.0,             (0.90, 0.99)),
         normuon("attention", list(model.bank[:depth]), each,          [1.0] * depth,   blocks=True),
         normuon("mlp", list(model.bank[depth:]),       both,          [2.0, 4.0] * depth, blocks=False),

@@ -40,7 +40,9 @@ class Averages:
         since = index - self.start
         if since >= 0 and since % self.every == 0:
             for (weight, _, memory), average in zip(self.weights, self.state):
-                average.lerp_(weight.float(), min(self.every / memory, 1.0) if since else 1.0)
+                if since == 0:
+                    average.copy_(weight)       # lerp by 1 would keep a NaN that the warm-up has left.
+                average.lerp_(weight.float(), min(self.every / memory, 1.0))
         if index == self.total - 1:
             for (weight, bits, _), average in zip(self.weights, self.state):
                 rows, mean = (x.float().view(-1, self.width) for x in (weight, average))
