@@ -6,8 +6,9 @@ many tokens candidate v of a sampled softmax stands for; without candidate weigh
 
 The first target may also have a probability from elsewhere, e^o: the copy head's. `log_odds` are these o, in
 units in which the logits' probability is e^(−l). The loss is that of the sum, l − log(1 + e^(o + l)). Its
-gradient for the logits is that of l times 1 − h, and for o it is −h, with h = σ(o + l) the other source's
-share in the sum.
+gradient for o is −h, with h = σ(o + l) the other source's share in the sum. For the logits the gradient of l
+would shrink to 1 − h of itself. We leave that factor out, and the logits learn as if they were alone. With it
+the model learns least where it could copy, and ends worse (records/ideas.md).
 
 The logits are read twice. First one program a token sums c e^s along its row and takes the losses. Then one
 program a tile writes p ds/dz with p = Σ_k w_k c e^s / Σ c e^s, in bfloat16 or FP8, over the logits if wanted,
@@ -46,9 +47,8 @@ def cross_entropy_reference(
     losses = -((targets >= 0) * log_p.gather(1, targets.clamp(min=0).long()))
     if log_odds is not None:
         first = torch.arange(targets.shape[1], device=targets.device) == 0
-        more = log_odds.to(dtype)[:, None] + losses
+        more = log_odds.to(dtype)[:, None] + losses.detach()
         losses = torch.where(first & (targets >= 0), losses - F.softplus(more), losses)
-        weight = torch.where(first, weight * (1 - more.sigmoid()), weight)
     if grad_dtype is None:
         return losses, None
     grad = weight.sum(1, keepdim=True) * log_p.exp()
@@ -120,8 +120,8 @@ def cross_entropy(
             (logits.stride(0), grad.stride(0), transposed_stride),
             **form, WEIGHTED=weighted, ROUGH=rough, ROWS=rows, COLUMNS=columns, num_warps=warps)
         target_kernel[(triton.cdiv(tokens, 128),)](
-            targets, weights, weight_over_sum, sigma, share, grad, transposed, scale, tokens, vocabulary,
-            grad.stride(0), transposed_stride, **form, MIXED=mixed, TARGETS=k, BLOCK=128, num_warps=4)
+            targets, weights, weight_over_sum, sigma, grad, transposed, scale, tokens, vocabulary,
+            grad.stride(0), transposed_stride, **form, TARGETS=k, BLOCK=128, num_warps=4)
     return losses
 
 

@@ -6,8 +6,8 @@ targets and the counts c of the candidates the gradient of Σ_k w_k l_k is
     (Σ_k w_k · c e^s / Σ c e^s − Σ_k w_k [this is target k]) ds/dz
 
 `loss_kernel` leaves Σ_k w_k / Σ c e^(s − CAP) of each token in `weight_over_sum`, and σ at its targets in
-`sigma`. Where the first target's probability is mixed (MIXED), w_0 shrinks to w_0 (1 − h), with the other
-source's share h of the mixture, which is left in `share`.
+`sigma`. Where the first target's probability is mixed (MIXED), the other source's share h of the mixture is
+left in `share`; the gradient of the logits is that of the logits alone.
 """
 from kernels.backend import tl, triton
 
@@ -83,7 +83,6 @@ def loss_kernel(logits_ptr, targets_ptr, weights_ptr, counts_ptr, odds_ptr, loss
             small = tl.exp(-tl.abs(u))
             loss -= tl.maximum(u, 0.0) + tl.log(1 + small)
             share = tl.where(known, tl.where(u < 0, small, 1.0) / (1 + small), 0.0)
-            w *= 1 - share
             if GRADIENT:
                 tl.store(share_ptr + token, share)
         loss = tl.where(target < 0, 0.0, loss)
@@ -123,10 +122,9 @@ def gradient_kernel(logits_ptr, counts_ptr, weight_over_sum_ptr, grad_ptr, trans
 
 
 @triton.jit
-def target_kernel(targets_ptr, weights_ptr, weight_over_sum_ptr, sigma_ptr, share_ptr, grad_ptr,
-                  transposed_ptr, scale_ptr, tokens, vocabulary, grad_stride, transposed_stride,
-                  SOFTCAP: tl.constexpr, MIXED: tl.constexpr, TARGETS: tl.constexpr, SCALED: tl.constexpr,
-                  TRANSPOSE: tl.constexpr, BLOCK: tl.constexpr):
+def target_kernel(targets_ptr, weights_ptr, weight_over_sum_ptr, sigma_ptr, grad_ptr, transposed_ptr,
+                  scale_ptr, tokens, vocabulary, grad_stride, transposed_stride, SOFTCAP: tl.constexpr,
+                  TARGETS: tl.constexpr, SCALED: tl.constexpr, TRANSPOSE: tl.constexpr, BLOCK: tl.constexpr):
     CAP: tl.constexpr = SOFTCAP[0]
     WIDTH: tl.constexpr = SOFTCAP[2]
     token = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -138,10 +136,7 @@ def target_kernel(targets_ptr, weights_ptr, weight_over_sum_ptr, sigma_ptr, shar
         grad = weight_over_sum * exp_below_cap(sigma, CAP)  # a target counts once, so no count multiplies it
         for other in tl.static_range(TARGETS):  # one token may be several targets: each writes the sum
             same = tl.load(targets_ptr + token * TARGETS + other, mask=inside, other=-1) == target
-            weight = tl.load(weights_ptr + other)
-            if MIXED and other == 0:
-                weight *= 1 - tl.load(share_ptr + token, mask=inside, other=0.0)
-            grad -= tl.where(same, weight, 0.0)
+            grad -= tl.where(same, tl.load(weights_ptr + other), 0.0)
         grad *= scaled_slope(sigma, scale_ptr, CAP, WIDTH, SCALED)
         grad = grad.to(grad_ptr.dtype.element_ty)
         known = inside & (target >= 0) & (target < vocabulary)

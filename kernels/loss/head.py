@@ -33,7 +33,10 @@ from kernels.loss.cross_entropy import CAP, SHIFT, WIDTH, cross_entropy
 
 
 class Mixture(NamedTuple):
-    """How another source shares in the next token's probability: a p_other + (1 − a) p_head."""
+    """How another source shares in the next token's probability: a p_other + (1 − a) p_head.
+
+    The head's gradient is that of the head alone (cross_entropy.py); the other source's is the mixture's.
+    """
     log_odds: Tensor  # (n,) float32: log a p_other(target) / (1 − a); -inf where p_other is 0
     log_rest: Tensor  # (n,) float32: log(1 − a)
 
@@ -92,7 +95,7 @@ def head_loss_reference(
     for i, targets in enumerate(wanted.ahead()):
         loss = log_normaliser - torch.where(targets[:, None] == tokens, logits, 0).sum(-1)
         if wanted.mixture and i == 0:
-            loss = loss - F.softplus(wanted.mixture.log_odds + loss) - wanted.mixture.log_rest
+            loss = loss - F.softplus(wanted.mixture.log_odds + loss.detach()) - wanted.mixture.log_rest
         losses.append(loss.masked_fill(targets < 0, 0).sum())
     return sum(weight * loss for weight, loss in zip(wanted.weights, losses)), losses[0]
 

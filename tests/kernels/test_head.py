@@ -49,6 +49,15 @@ def test_head_loss_is_its_reference(targets_ahead, weighted, mixed):
         assert error(kernel.detach(), reference.detach().double()) < tolerance
 
 
+def test_beside_another_source_the_head_learns_as_if_alone():
+    x, head, wanted, _ = head_inputs(40, 32, 320, 3, False)
+    for function in (head_loss_reference, head_loss):
+        sources = [wanted._replace(mixture=other) for other in (None, mixture(40))]
+        totals = [function(x, head, given, False)[0] for given in sources]
+        alone, mixed = (torch.autograd.grad(total, (x, head)) for total in totals)
+        assert all(map(same_bits, alone, mixed))
+
+
 def test_head_loss_in_fp8_is_as_near_to_full_precision_as_its_reference():
     n, width, vocabulary = 64, 32, 320
     x, head = (random(rows, width, dtype=torch.float32) for rows in (n, vocabulary))
