@@ -209,6 +209,19 @@ def test_a_bad_checkpoint_is_refused_in_one_line(runs, shards, tmp_path, edit, f
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("pending", [False, True])
+def test_what_a_copy_takes_of_the_device_is_known_before(config, pending):
+    """All that `copy_state` makes, but for rows of the table, which go to the host, and single numbers."""
+    config = replace(config, checkpoint="x", checkpoint_every=3 if pending else 2, average_steps=2)
+    trainer = train_gpt.Trainer(config, train_gpt.World())
+    tensors = checkpoint.copy_state(trainer, config.checkpoint_every).tensors
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for name, x in tensors.items()
+                if not name.startswith("n-gram table")}
+    counted = checkpoint.copied_bytes(trainer.optimizer, config)
+    assert counted == pytest.approx(sum(storages.values()), rel=0.02)
+    assert checkpoint.copied_bytes(trainer.optimizer, replace(config, checkpoint="")) == 0
+
+
 def test_only_the_newest_two_are_kept(tmp_path, config, monkeypatch):
     config = replace(config, checkpoint=str(tmp_path), checkpoint_every=1)
     trainer = made_up_trainer(0, 1, torch.float32, False, fill=True)

@@ -125,6 +125,19 @@ def copy_state(trainer, steps_done: int) -> Copy:
     return Copy(steps_done, tensors, optimizer.finite.clone())
 
 
+def copied_bytes(optimizer, config) -> int:
+    """What `copy_state` takes of the device at most; it is held until the files are written."""
+    if not config.checkpoint:
+        return 0
+    pending = config.checkpoint_on_stop or config.checkpoint_every % config.adam_every > 0
+    copied = []
+    for shard in optimizer.shards.values():
+        if not hasattr(shard, "table"):
+            copied += buffers(shard, optimizer.averages).values()
+            copied += [shard.grads] * (pending and shard.weight.ndim == 1)
+    return sum(x.nbytes for x in copied)
+
+
 def copy_table(name: str, table, pending: bool) -> dict[str, Tensor]:
     """The rows of the n-gram table that were updated, and those that have a gradient, on the host."""
     tensors = {}

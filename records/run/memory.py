@@ -22,6 +22,7 @@ from data.loader import AHEAD, Batch
 from data.packing import round_up
 from kernels import attention
 from kernels.ranks.collectives import Collectives
+from records.run.checkpoint import copied_bytes
 
 META = torch.device("meta")
 WORKSPACES = 8 * 2 ** 25                # of cuBLAS: 32 MiB for each stream that multiplies
@@ -168,7 +169,7 @@ class OtherRanks(Collectives):
 class Need(NamedTuple):
     """Bytes of one GPU."""
     table: int          # the n-gram table with its optimizer's state
-    held: int           # all other weights, gradients and state, rotary tables, batches
+    held: int           # all other weights, gradients and state, rotary tables, batches, a checkpoint's copy
     shared: int         # of these, what the ranks share, which torch's allocator does not see
     snapshot: int       # the copy of the first weights that warm-up puts back
     step: int           # the most that a step holds beside that
@@ -237,6 +238,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
         snapshot = sum(x.nbytes for shard in shards for x in {shard.weights, shard.weight})
         by_row = [shard.state() for shard in optimizer.shards.values() if not hasattr(shard, "weights")]
         table = sum(x.nbytes for state in by_row for x in state if x.ndim and len(x) == config.ngram_rows)
-    return {chunk: Need(table, made - table + counter.shared + inputs, counter.shared, snapshot, max(peaks),
-                        peak) for chunk, peak in validation.items()}
+        held = made - table + counter.shared + inputs + copied_bytes(optimizer, config)
+    return {chunk: Need(table, held, counter.shared, snapshot, max(peaks), peak)
+            for chunk, peak in validation.items()}
 
