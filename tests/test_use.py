@@ -116,6 +116,63 @@ def test_reading_on_gives_the_logits_of_one_forward_pass(saved, pieces):
         torch.testing.assert_close(sample_logits, wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def looking_back(shards, tmp_path_factory):
+    """The folder of a tiny model with a copy head and near matches, and its run's report."""
+    patch, runs = pytest.MonkeyPatch(), tmp_path_factory.mktemp("runs")
+    patch.setenv("RUNS_PATH", str(runs))
+    words = ["--data_path", str(shards), "--ngrams", "2", "--near_match", "1,3", "--copy_channels", "16"]
+    config = train_gpt.parse_config(["--preset", "cpu", *SHORTER, *words])
+    report = train_gpt.run(config, train_gpt.World(), time.time())
+    patch.undo()
+    [folder] = runs.glob("2*/model")
+    return folder, report
+
+
+def test_a_model_that_looks_back_is_saved_whole(looking_back, shards, capsys, monkeypatch, tmp_path):
+    """Its loss to the last bit; of each token the same as together; exported it is not."""
+    folder, report = looking_back
+    saved = use_model.load(folder, TRAINED_ON)
+    assert score.score_shards(saved, shards, saved.model.config.val_tokens) == report.validation_loss
+    text = np.array([256, *([97, 98, 99, 100] * 5), 97])
+    saved = use_model.load(folder, CPU, **PLAIN)
+    total, count = score.score_documents(saved, [text])
+    ends = list(score.score_endings(saved, [(text[:end + 1], 1) for end in range(1, len(text))]))
+    assert sum(ends) == pytest.approx(total, rel=1e-5) and count == len(ends)
+    with pytest.raises(SystemExit):
+        as_exported(folder, tmp_path / "out", capsys=capsys, monkeypatch=monkeypatch)
+    assert "it has a copy head" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pieces", [[1] * 90, [55, 1, 1, 12, 2, 19]], ids=["token by token", "pieces"])
+def test_reading_on_looks_back_over_the_whole_document(looking_back, pieces):
+    """The probability of some tokens after every position, against a forward pass with each as the target."""
+    saved, generator = use_model.load(looking_back[0], CPU, **PLAIN), torch.Generator().manual_seed(2)
+    text = torch.randint(97, 101, (90,), generator=generator)
+    text[torch.tensor([0, 50, 52, 53])] = 256
+    for name, p in saved.model.named_parameters():
+        if not p.is_meta:
+            torch.nn.init.normal_(p, std=0.3, generator=generator)
+    saved.model.copy_head.bias.data.fill_(2.0)
+    begins = [*(text == 256).nonzero()[:, 0].tolist(), len(text)]
+    batch = make_batch([(text.numpy(), a, b - a) for a, b in zip(begins, begins[1:])], len(text), 4, 90, 256)
+    model, ops, wanted = saved.model, saved.model.ops, {}
+    model.ops = ops._replace(head_loss=score.token_losses)
+    with torch.no_grad():
+        for token in (97, 98, 99, 100, 5):
+            wanted[token] = -model(batch._replace(targets=torch.full_like(batch.targets, token)), saved.step)
+    model.ops = ops
+    reader, found = Reader(saved), []
+    first, *others = text[None].split(pieces, 1)
+    found.append(reader.read(first))
+    reader.spread(2)
+    found = torch.cat([found[0].expand(2, -1, -1), *(reader.read(x.expand(2, -1)) for x in others)], 1)
+    for log_p in found.log_softmax(2):
+        for token, expected in wanted.items():
+            torch.testing.assert_close(log_p[:, token], expected, atol=1e-4, rtol=1e-4)
+    assert (wanted[97] - wanted[5]).abs().max() > 1     # where the copy head speaks
+
+
 def test_a_long_prompt_is_read_in_pieces(saved, trained, monkeypatch):
     text = torch.cat([torch.tensor([256]), torch.randint(97, 123, (90,))])
     wanted = all_logits(saved, text)

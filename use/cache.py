@@ -5,12 +5,17 @@ also remembers keys and values; attention looks at what is remembered; and the h
 What reaches back from a token beside attention are the smear (one token), the n-grams (some tokens) and the
 key offset. For the first two a few earlier tokens are read again with the new ones. For the last the other
 half of the newest key is remembered too.
+
+Two parts that a model may have reach back over its whole document. The rows of near matches are found anew
+from all tokens that were read. A copy head's keys are remembered; its share goes into the logits, which then
+are logarithms of probabilities.
 """
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from data.loader import Batch
+from kernels import loss
 from kernels.attention import HeadShape, Positions
 from use.model import Saved, logits
 
@@ -32,13 +37,16 @@ class Reader:
         self.age = self.tokens                          # of each, tokens since its document's start
         # Of each layer: keys, values, and the other half of the newest key.
         self.past: list[tuple[Tensor, ...]] = []
-        self.qkv = self.model.ops.qkv
-        self.model.attention = self.attend
-        self.model.ops = self.model.ops._replace(qkv=self.remember, head_loss=self.last_logits)
+        self.copied = torch.empty(1, 0, config.copy_channels, device=self.model.device)     # its keys
+        self.qkv, self.rows = self.model.ops.qkv, self.model.guesses.rows
+        self.model.attention, self.model.guesses.rows = self.attend, self.guess
+        self.model.ops = self.model.ops._replace(
+            qkv=self.remember, pointer_sums=self.point, head_loss=self.last_logits)
 
     def spread(self, samples: int) -> None:
         """From now on read so many samples, which have all read the same so far."""
         self.tokens, self.age = (x.expand(samples, -1) for x in (self.tokens, self.age))
+        self.copied = self.copied.expand(samples, -1, -1)
         self.past = [tuple(x.expand(samples, *x.shape[1:]) for x in layer) for layer in self.past]
 
     @torch.no_grad()
@@ -102,5 +110,35 @@ class Reader:
         out[:, -self.new:] = y.transpose(1, 2)
         return out.flatten(0, 1)
 
-    def last_logits(self, x: Tensor, head: Tensor, *_, **__) -> Tensor:
-        return logits(self.of_new(x).flatten(0, 1), head).unflatten(0, (-1, self.new))
+    def guess(self, tokens: Tensor, is_start: Tensor, count: int) -> Tensor:
+        """As `Guesses.rows`, of all tokens that were read; the rows of those that are read again or new."""
+        rows = self.rows(self.tokens.flatten(), (self.age == 0).flatten(), count)
+        return rows.unflatten(0, self.tokens.shape)[:, self.first:].flatten(0, 1)
+
+    def point(self, q: Tensor, k: Tensor, tokens: Tensor, targets: Tensor, *bounds_and_scale) -> tuple:
+        """As `pointer_sums`, with the keys of earlier tokens; `pointed` gets the sums for every next token.
+
+        -inf for tokens that are read again.
+        """
+        self.copied = torch.cat([self.copied, self.of_new(k).float()], 1)
+        scores = bounds_and_scale[-1] * self.of_new(q).float() @ self.copied[:, :-1].mT
+        newest = torch.arange(scores.shape[2], device=q.device) - (self.tokens.shape[1] - self.new)
+        distance = torch.arange(self.new, device=q.device)[:, None] - newest
+        earlier = (distance > 0) & (distance <= self.age[:, -self.new:, None])
+        scores = scores.masked_fill(~earlier, -torch.inf)
+        followers = self.tokens[:, None, 1:].expand_as(scores)
+        every = scores.logsumexp(2, keepdim=True)
+        share = (scores - every).exp().masked_fill(~earlier, 0)
+        nothing = share.new_zeros(*share.shape[:2], self.config.padded_vocab)
+        self.pointed = nothing.scatter_add(2, followers, share)
+        sums = every.new_full((len(self.tokens), len(q) // len(self.tokens)), -torch.inf)
+        sums[:, -self.new:] = every[..., 0]
+        return sums.flatten(), sums.flatten()
+
+    def last_logits(self, x: Tensor, head: Tensor, wanted: loss.Targets, *_, **__) -> Tensor:
+        alone = logits(self.of_new(x).flatten(0, 1), head).unflatten(0, (-1, self.new))
+        if wanted.mixture is None:
+            return alone
+        log_rest = self.of_new(wanted.mixture.log_rest)[..., None]
+        copied = -log_rest.expm1() * self.pointed       # 1 − e^(log (1 − a)) is a.
+        return torch.logaddexp(alone.log_softmax(2) + log_rest, copied.log())

@@ -151,11 +151,16 @@ def main() -> None:
             raise DataError(f"{options.out}: exists; choose another --out or remove it")
         changes = {} if options.positions is None else {"val_chunk": options.positions}
         saved = load(options.folder, choose_device(options.device), **PLAIN, **changes)
-        size = saved.facts["written"] * (4 * saved.model.config.head_dim + 4)
-        if options.shards is None and size > options.most * 1e9:
+        config = saved.model.config
+        if config.copy_channels:
+            raise DataError(f"{options.folder}: it has a copy head, which modeling_speedrun.py does not "
+                            "compute; use.sample and use.score do")
+        size = saved.facts["written"] * (4 * config.head_dim + 4)
+        # That file looks up n-grams of tokens alone.
+        with_table = 0 < size <= options.most * 1e9 and not (config.ngram_classes or config.near_match)
+        if options.shards is None and size and not with_table:
             print("python -m use.export: the n-gram table is left out; --shards DIR measures what that costs")
-        table = export(saved, options.out, 0 < size <= options.most * 1e9, options.shards,
-                       options.tokens or saved.model.config.val_tokens)
+        table = export(saved, options.out, with_table, options.shards, options.tokens or config.val_tokens)
         print(f"{options.out}: {table}")
 
 

@@ -106,8 +106,11 @@ def score_publicly(saved: Saved, folder: Path, tokens: int) -> float:
 
 def token_losses(x: Tensor, head: Tensor, wanted: loss.Targets, *_, **__) -> Tensor:
     """A stand-in for `Ops.head_loss`: the loss of each token (n,), in nats; 0 for a target of -1."""
-    return torch.cat([F.cross_entropy(logits(part, head), next_.long(), ignore_index=-1, reduction="none")
-                      for part, next_ in zip(x.split(ROWS), wanted.targets.split(ROWS))])
+    losses = torch.cat([F.cross_entropy(logits(part, head), next_.long(), ignore_index=-1, reduction="none")
+                        for part, next_ in zip(x.split(ROWS), wanted.targets.split(ROWS))])
+    if wanted.mixture:
+        losses = losses - F.softplus(wanted.mixture.log_odds + losses) - wanted.mixture.log_rest
+    return losses.masked_fill(wanted.targets < 0, 0)
 
 
 @torch.no_grad()

@@ -54,9 +54,9 @@ FREE = {"preset", "name", "runs", "target", "data_path", "val_tokens", "val_ever
 def check_saving(config) -> None:
     """UserError for settings of `--save`, `--checkpoint` and `--resume` that cannot work."""
     check_place(config)
-    if config.save and (config.near_match or config.retrieval or config.copy_channels):
-        raise UserError(f"--save {shown(config.save)} with --near_match, --retrieval or --copy_channels: "
-                        "use/ does not know them; give --save=")
+    if config.save and config.retrieval:
+        raise UserError(f"--save {shown(config.save)} with --retrieval: a model without its index of the"
+                        " training text is not whole; give --save=")
     wanted = config.checkpoint_every > 0 or config.checkpoint_on_stop
     if config.checkpoint_every < 0 or wanted != bool(config.checkpoint):
         raise UserError(f"--checkpoint {shown(config.checkpoint or 'none')} --checkpoint_every "

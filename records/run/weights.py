@@ -151,7 +151,7 @@ def prepare(model, schedule) -> list[str]:
         with disk_errors(f"the model to {place}"):
             Path(place).parent.mkdir(parents=True, exist_ok=True)
     dense = sum(p.nbytes for p in model.parameters() if p is not table)
-    read = len(config.ngrams) * sum(step.batch_tokens for step in schedule)
+    read = model.ngrams.heads * sum(step.batch_tokens for step in schedule)
     rows = 0 if table is None else min(len(table), read)
     most = dense + rows * (config.head_dim * model.dtype.itemsize + 4)
     return [f"save: to {place}, at most {most / 1e9:.2f} GB ({rows:,} n-gram rows or fewer), by way of "
