@@ -98,11 +98,13 @@ def summarise(report: Report, log: RunLog, target: float, bits: bool, ending: di
     seconds, loss, on_gpu = report.clock.seconds, report.validation_loss, report.device.type == "cuda"
     p50, p95 = np.percentile(report.step_ms, [50, 95])
     memory = torch.cuda.max_memory_allocated(report.device) if on_gpu else None
+    reserved = torch.cuda.max_memory_reserved(report.device) if on_gpu else None    # with what lies idle
     summary = {"steps": len(report.step_ms), "time_s": round(seconds, 4), "loss": loss,
                "tokens": report.tokens, "tokens_per_s": round(report.tokens / seconds, 1),
                "step_ms": {"p50": round(p50, 3), "p95": round(p95, 3), "max": round(max(report.step_ms), 3)},
-               "peak_memory_bytes": memory, "began": round(report.clock.began, 3),
-               "ended": round(report.clock.ended, 3), "paused_s": round(report.clock.paused_s, 3), **ending}
+               "peak_memory_bytes": memory, "reserved_memory_bytes": reserved,
+               "began": round(report.clock.began, 3), "ended": round(report.clock.ended, 3),
+               "paused_s": round(report.clock.paused_s, 3), **ending}
     log.write("summary", **summary)
     if report.rank:
         return

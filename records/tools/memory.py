@@ -32,18 +32,23 @@ def train(ranks: int, flags: list[str], limit: str | None) -> tuple[subprocess.C
 
 
 def measure(ranks: int, flags: list[str], limit: str | None) -> list[str]:
-    """A row of the table: limit, settings, GB counted and measured, and whether a byte less was refused."""
+    """A row of the table: limit, settings, GB counted and measured, and whether a byte less was refused.
+
+    "Counted" and "measured" are of tensors. "Reserved" is what torch's allocator took for them, with what
+    lies idle in between, and must fit into "needed".
+    """
     done, log = train(ranks, flags, limit)
     said = next((line for line in done.stderr.splitlines() if line.startswith("train_gpt.py: ")), "")
     if done.returncode or not log or log[-1]["kind"] != "summary":
         reason = said or next((line for line in done.stderr.splitlines() if "Error" in line), "it failed")
-        return [limit or "-", reason[:100], *["-"] * 5]
+        return [limit or "-", reason[:100], *["-"] * 6]
     memory, config = log[0]["memory"], log[0]["config"]
     counted, measured = memory["allocated_bytes"], log[-1]["peak_memory_bytes"]
     chosen = [text for name in COSTS for text in (f"--{name}", str(config[name]))]
     less, _ = train(ranks, [*flags, *chosen], f"{(memory['needed_bytes'] - 1) / 1e9:.9f}")
     refused = less.returncode != 0 and f"takes {memory['needed_bytes'] / 1e9:.2f} GB" in less.stderr
-    gigabytes = [f"{x / 1e9:.2f}" for x in (counted, measured, memory["needed_bytes"])]
+    sizes = counted, measured, log[-1]["reserved_memory_bytes"], memory["needed_bytes"]
+    gigabytes = [f"{x / 1e9:.2f}" for x in sizes]
     return [limit or "-", " ".join(chosen), *gigabytes, f"{counted / measured - 1:+.1%}",
             "yes" if refused else "NO"]
 
@@ -57,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         parser.error("this machine has no GPU")
     heads = ["limit, GB", "settings",
-             "counted, GB", "measured, GB", "needed, GB", "off by", "a byte less refused"]
+             "counted, GB", "measured, GB", "reserved, GB", "needed, GB", "off by", "a byte less refused"]
     print("| " + " | ".join(heads) + " |\n|" + " --- |" * len(heads))
     good = True
     for limit in options.limits.split(","):

@@ -35,7 +35,8 @@ LINES = {
 # Fields that older logs do not have, by kind of line.
 LATER = {
     "header": {"host": str, "process": int}, "summary": {
-        "began": NUMBER, "ended": NUMBER, "paused_s": NUMBER, "data": dict, "changed_shards": list},
+        "began": NUMBER, "ended": NUMBER, "paused_s": NUMBER, "data": dict, "changed_shards": list,
+        "reserved_memory_bytes": int | None},
 }
 # What the step lines of the first logs did not say yet, and what then stands for it; windows are short and
 # long, blocks.
