@@ -361,6 +361,18 @@ def test_transformers_computes_the_same(trained, tmp_path, capsys, monkeypatch):
         after = reader.read(token[None, None])
 
 
+@pytest.mark.parametrize("changes", [{"ngram_classes": True}, {"near_match": (1,)}], ids=str)
+def test_a_table_that_would_be_misread_is_left_out(changes, trained, tmp_path, capsys, monkeypatch):
+    """Its file looks up n-grams of tokens; rows by classes or for guesses would be taken for those."""
+    def changed(*given, **how):
+        saved = use_model.load(*given, **how)
+        saved.model.config = replace(saved.model.config, **changes)
+        return saved
+    monkeypatch.setattr(export, "load", changed)
+    said = as_exported(trained[0], tmp_path / "out", capsys=capsys, monkeypatch=monkeypatch)
+    assert "was left out" in said
+
+
 def test_a_long_table_is_left_out_at_a_price_that_is_measured(trained, shards, tmp_path, capsys, monkeypatch):
     said = as_exported(trained[0], tmp_path / "out", "--most", "0", "--shards", str(shards), capsys=capsys,
                        monkeypatch=monkeypatch)
