@@ -167,7 +167,7 @@ def test_two_ranks_go_on_from_one_and_end_as_it_does(shards, tmp_path):
     ("--near_match 0", "--near_match 0: expected a whole number from 1 to 64"),
     ("--retrieval 4", "--ngrams 2,4 --near_match '' --retrieval 4: each takes a head"),
     ("--near_match 4 --ngram_rows 0 --width 192", "--ngram_rows 0: near_match and"),
-    ("--near_match 4 --ngrams 2", "--save log with --near_match, --retrieval or --copy_channels: "),
+    ("--retrieval 4 --ngrams 2 --head_dim 32 --qk_dim 32", "--save log with --retrieval: a model without"),
 ])
 def test_settings_that_cannot_work(arguments, message):
     with pytest.raises(UserError, match=message):
