@@ -165,8 +165,8 @@ class Config:
     retrieval: tuple[Few, ...] = ()
     retrieval_slots: Positive = 1_000_000_000    # ends of text that the index holds at most, 8 bytes each
     # Part of the next token's probability points at what followed like states before, found with so many
-    # channels (kernels/copying; an open proposal to the public speedrun). Worth 0.016 on `clean` and 0.062
-    # on `fineweb`, by one run of half the length.
+    # channels (kernels/copying; an open proposal to the public speedrun). An earlier form was worth 0.016 on
+    # `clean` and 0.062 on `fineweb` (one run of half the length); this one has not been run on a GPU.
     copy_channels: Count = 0        # a power of two, as 128; 0: none
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
@@ -438,8 +438,8 @@ class GPT(nn.Module):
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
             kept = i + 1 if layer.kept else kept
-        marked = [i + 1 for i, layer in enumerate(config.layers) if layer.backout and config.backout]
-        self.backout_stream = marked[0] if marked else None
+        marked = (i + 1 for i, layer in enumerate(config.layers) if layer.backout and config.backout)
+        self.backout_stream = next(marked, None)
         self.readers = [self.sources.count(stream) for stream in range(depth + 1)]
         long = [*(stage.windows[1] for stage in config.stages), config.final_windows[1], config.val_window]
         most = max(config.val_chunk, *(stage.batch_tokens // config.micro_batches for stage in config.stages))
@@ -451,7 +451,7 @@ class GPT(nn.Module):
         self.value_index = {layer: i for i, layer in enumerate(valued)}     # which table and gate a layer has
 
         def table(rows: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(rows, config.width, device=device, dtype=self.dtype))
+            return nn.Parameter(torch.zeros(rows, config.width, device=device, dtype=self.dtype))
 
         def scalars(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(*shape, device=device))         # float32: few, with small updates
@@ -482,10 +482,8 @@ class GPT(nn.Module):
         """Initial values from the seed alone, drawn on the device; the same on every rank."""
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         bound = 3 ** 0.5 * 0.5 * self.config.width ** -0.5
-        for matrix in self.bank:
-            matrix.zero_()
         depth = len(self.config.layers)
-        for matrix in [*self.bank[:depth], *self.bank[depth::2]]:           # all but MLP-out
+        for matrix in [*self.bank[:depth], *self.bank[depth::2]]:           # MLP-out stays zero.
             matrix.uniform_(-bound, bound, generator=generator)
         self.head.normal_(std=0.005, generator=generator)
         self.embedding.copy_(self.head)
@@ -655,7 +653,6 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         return Group(name, params, stops, config.muon_lr, betas, decay, NorMuon, matrix_lr, blocks, 50.0)
 
     scalars = [model.attention_scalars, model.ngrams.scales, model.scalars, model.copy_head.bias]
-    table, copied = ([] if p is None else [p] for p in (model.ngrams.table, model.copy_head.weight))
     groups = [
         #     name, parameters                         first used     learning rate    betas         decay
         small("scalars", scalars,                                     5.0,             (0.90, 0.99)),
@@ -669,12 +666,12 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
              memory=200.0),
         adam("embedding", [model.embedding],           ["embedding"], 1.0,             (0.50, 0.95), 150.0,
              tied_to="head", memory=200.0),
-        adam("copy head", copied,                      ["head"],      0.1,             (0.90, 0.95)),
+        adam("copy head", [model.copy_head.weight],    ["head"],      0.1,             (0.90, 0.95)),
         adam("value tables", list(model.value_tables), valued,        config.value_lr, (0.75, 0.99), 5.0),
-        adam("n-gram table", table,                    ["n-grams"],   config.ngram_lr,
+        adam("n-gram table", [model.ngrams.table],     ["n-grams"],   config.ngram_lr,
              (0.0, config.ngram_beta2), 5.0, RowAdam),
     ]
-    return [group for group in groups if group.params]
+    return [group for group in groups if group.params and group.params[0] is not None]
 
 
 class Shard:
@@ -1056,8 +1053,7 @@ class Trainer:
         inputs = [to_device(batch, self.world.device, copy=True) for batch in batches]
         # Graphs never run at once, so they share memory.
         pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
-        graph = torch.cuda.CUDAGraph()
-        with recorded(graph, pool):
+        with recorded(pool) as graph:
             self.program(step, inputs)
         self.graphs[step.kind] = graph, inputs
         self.step(step, batches)                    # The first replay uploads the graph.
@@ -1134,9 +1130,9 @@ def run(config: Config, world: World, started: float) -> Report:
     """One training run, in the process that `started` then (seconds since the epoch)."""
     resumed = find(config)
     trainer = Trainer(config, world)
-    facts = explain.run_facts(trainer)
-    log = RunLog(config.name or config.preset, enabled=world.rank == 0 and config.write_log)
-    log.write("header", schema=1, name=config.name or config.preset, command=sys.argv, sources=log.sources,
+    facts, name = explain.run_facts(trainer), config.name or config.preset
+    log = RunLog(name, enabled=world.rank == 0 and config.write_log)
+    log.write("header", schema=1, name=name, command=sys.argv, sources=log.sources,
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
               **world.found, **machine_facts(world.device, world.size),
               **(resumed.facts() if resumed else {}),

@@ -32,18 +32,18 @@ def beside(stream: torch.cuda.Stream | None, behind: torch.cuda.Stream | None = 
 
 
 @contextmanager
-def recorded(graph: torch.cuda.CUDAGraph, pool: tuple[int, int] | None = None) -> Iterator[None]:
-    """Record the block as `graph`, in the memory of `pool` (another graph's, or None: memory of its own).
+def recorded(pool: tuple[int, int] | None = None) -> Iterator[torch.cuda.CUDAGraph]:
+    """Record the block as a graph, in the memory of `pool` (another graph's, or None: memory of its own).
 
     If the block fails, its error is raised. Streams that it left behind make the recording end with an error
     ("capturing stream has unjoined work"), which would hide the first, such as a lack of memory.
     Other threads, such as the loader's, may pin memory meanwhile.
     """
-    failure = None
+    graph, failure = torch.cuda.CUDAGraph(), None
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             try:
-                yield
+                yield graph
             except BaseException as error:
                 failure = error
                 raise

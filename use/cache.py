@@ -37,7 +37,8 @@ class Reader:
         self.age = self.tokens                          # of each, tokens since its document's start
         # Of each layer: keys, values, and the other half of the newest key.
         self.past: list[tuple[Tensor, ...]] = []
-        self.copied = torch.empty(1, 0, config.copy_channels, device=self.model.device)     # its keys
+        # The copy head's keys, (samples, read, channels).
+        self.copied = torch.empty(1, 0, config.copy_channels, device=self.model.device)
         self.qkv, self.rows = self.model.ops.qkv, self.model.guesses.rows
         self.model.attention, self.model.guesses.rows = self.attend, self.guess
         self.model.ops = self.model.ops._replace(

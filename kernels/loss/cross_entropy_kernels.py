@@ -82,9 +82,9 @@ def loss_kernel(logits_ptr, targets_ptr, weights_ptr, counts_ptr, odds_ptr, loss
             u = tl.load(odds_ptr + token) + loss
             small = tl.exp(-tl.abs(u))
             loss -= tl.maximum(u, 0.0) + tl.log(1 + small)
-            share = tl.where(known, tl.where(u < 0, small, 1.0) / (1 + small), 0.0)
             if GRADIENT:
-                tl.store(share_ptr + token, share)
+                share = tl.where(u < 0, small, 1.0) / (1 + small)
+                tl.store(share_ptr + token, tl.where(known, share, 0.0))
         loss = tl.where(target < 0, 0.0, loss)
         tl.store(losses_ptr + token * TARGETS + k, tl.where(known | (target < 0), loss, float("nan")))
         weight += w
