@@ -17,7 +17,6 @@ How to read it:
 
 `kernels/` has a folder for each part of the model. Every Triton kernel has a reference in plain PyTorch.
 """
-import gc
 import os
 import signal
 import sys
@@ -49,7 +48,7 @@ from kernels.sequence import starts
 from kernels.streams import beside, recorded, side_stream
 from records.run import explain, settings
 from records.run.checkpoint import Keeper, check_saving, find, restore
-from records.run.checks import Backend, NGram, Part, Rows, check_config, check_device, check_machine
+from records.run.checks import Backend, NGram, Part, Rows, check_config, check_machine
 from records.run.clock import Clock
 from records.run.ending import EXPECTED, exit_status
 from records.run.fit import fit
@@ -165,8 +164,8 @@ class Config:
     retrieval: tuple[Few, ...] = ()
     retrieval_slots: Positive = 1_000_000_000    # ends of text that the index holds at most, 8 bytes each
     # Part of the next token's probability points at what followed like states before, found with so many
-    # channels (kernels/copying; an open proposal to the public speedrun). An earlier form was worth 0.016 on
-    # `clean` and 0.062 on `fineweb` (one run of half the length); this one has not been run on a GPU.
+    # channels (kernels/copying; an open proposal to the public speedrun). A form that differed a little was
+    # worth 0.016 on `clean` and 0.062 on `fineweb` (one run of half the length).
     copy_channels: Count = 0        # a power of two, as 128; 0: none
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
@@ -222,8 +221,8 @@ class Config:
     ngram_block: Positive = 16      # neighbouring columns of an n-gram row share a mean square; worth 0.005
     adam_decay: Factor = 0.005      # times adam_lr squared, and the group's two multipliers
     # At the end weights are mixed with their moving averages, which are less noisy (record 92 of the public
-    # speedrun). Worth 0.004, and 0.009 together with a slower cooldown; by one run each, not timed yet.
-    average_steps: Count = 0        # the last steps, whose weights are averaged; 0: none
+    # speedrun). Worth 0.004, and 0.009 together with a slower cooldown, by one run each.
+    average_steps: Count = 0        # the last steps, whose weights are averaged once nothing is tied; 0: none
     average_every: Positive = 5     # steps
     average_share: Share = 0.65     # of the average in the mixture
     # Weights decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154). A: even.
@@ -275,19 +274,20 @@ class Config:
 
 SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb"))
 # Smaller batches want lower rates and a shorter momentum.
-HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
+HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25), extra_steps=30,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # 190 M tokens and at most 4 GPUs, with a longer n-gram table.
-    # Without the tails of cut documents a second epoch would start, which costs 0.1 of loss.
+    # 190 M tokens and at most 4 GPUs: the record of records/2026-11-24_one-h200-clean. Without the tails of
+    # cut documents a second epoch would start, which costs 0.1 of loss.
     "corpus": settings.change(
-        SPEEDRUN, preset="corpus", data_path="", keep_tails=True, micro_batches=4, ngram_rows=1_073_741_824,
-        steps=1200, extra_steps=30, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
+        SPEEDRUN, preset="corpus", data_path="", keep_tails=True, micro_batches=4, ngram_rows=268_435_456,
+        ngram_classes=True, near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8,
+        final_lr=0.25, steps=1400, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. Only counted, not run yet.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,
-        extra_steps=30, **HALF_BATCHES),
+        **HALF_BATCHES),
     "cpu": settings.change(
         Config(preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
                micro_batches=2, layers=CPU_LAYERS, width=128, head_dim=64, attention_scale=0.1,
@@ -806,7 +806,8 @@ class Optimizer:
         averaged = [updates.Averaged(shard.weight, shard.mantissa_bits, shard.group.memory)
                     for shard in self.shards.values() if shard.group.memory]
         self.averages = updates.Averages(averaged, config.steps + config.extra_steps, config.average_steps,
-                                         config.average_every, config.average_share, config.width)
+                                         config.average_every, config.average_share, config.width,
+                                         earliest=int(config.tied_share * config.steps) + 1)
         apart = config.overlap and world.device.type == "cuda"
         self.streams = {name: side_stream(name) for name in self.shards if apart}   # where groups are updated
         self.loss_stream = side_stream("loss") if apart else None   # where the loss is summed and checked
@@ -984,17 +985,13 @@ class Trainer:
     """Model, optimizer and data; the one step function, of warm-up and run; and the one validation."""
 
     def __init__(self, config: Config, world: World):
-        check_machine(config, world.size)
-        check_device(config, world.device)
+        check_machine(config, world.size, world.device)
         self.config, self.world = config, world
         world.choose_collectives(config.peer_copies)
         self.schedule = Schedule(config)
-        if config.data_path == str(embedded.FOLDER) and world.rank == 0:
-            embedded.build()
-        world.barrier()                             # The others read what rank 0 has built.
+        embedded.provide(config.data_path, world.rank, world.barrier)
         check_scores(config.score)
-        torch.use_deterministic_algorithms(config.deterministic, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        world.be_deterministic(config.deterministic)
         self.text = TextSettings(config.data_path, config.vocab_size, config.padded_vocab,
                                  config.document_start, config.epochs, config.keep_tails,
                                  config.micro_batches, config.softmax_samples, config.seed)
@@ -1178,7 +1175,7 @@ def main(argv: list[str] | None = None) -> int:
         config = fit(config, options["given"], world, Trainer)
         for i in range(config.runs):
             run(replace(config, seed=config.seed + i), world, time.time() if i else PROCESS_START)
-            gc.collect()            # Graphs hold memory until reference cycles are collected.
+            world.release()
         world.close()
         return 0
     except EXPECTED as error:

@@ -13,6 +13,7 @@ import hashlib
 import re
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,13 @@ def build(folder: Path = FOLDER) -> Path:
             write_shard(staging / f"{split}_000000.bin", np.concatenate(tokens))
         publish(staging, folder)
     return folder
+
+
+def provide(folder: str, rank: int, barrier: Callable[[], None]) -> None:
+    """Build the corpus if `folder` is its own: rank 0 does, and the others wait for it at the barrier."""
+    if folder == str(FOLDER) and rank == 0:
+        build()
+    barrier()
 
 
 def main() -> None:

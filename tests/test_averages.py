@@ -35,6 +35,22 @@ def test_without_averages_nothing_is_kept_and_nothing_changes():
     assert averages.state == [] and (weight == 1).all()
 
 
+def test_averages_wait_until_the_embedding_is_untied(config):
+    """More steps are asked for than follow that: the averages are those of all that do."""
+    ends = []
+    for steps in (1000, 2):         # 4 + 2 steps, of which the last two are untied
+        trainer = train_gpt.Trainer(replace(config, steps=4, extra_steps=2, tied_share=0.8,
+                                            average_steps=steps, average_every=1), train_gpt.World())
+        assert sum(not step.tied for step in trainer.schedule) == 2
+        for step in trainer.schedule:
+            trainer.step(step, trainer.loader.batches(step.index))
+        ends.append(trainer.optimizer.shards["embedding"].weight)
+    assert torch.equal(*ends)
+    never = Averages([Averaged(torch.ones(2, 8), None, 10.0)], 3, 3, 1, 0.7, 8, earliest=3)
+    never.after(2)
+    assert never.state == []
+
+
 def test_a_run_ends_with_the_mixture(config):
     """All steps are the same; after the last one the groups with a time constant have other weights."""
     ends, config = [], change(config, micro_batches=2, batch_tokens=(256, 512, 512))

@@ -18,7 +18,8 @@ from records.run.settings import UserError
 
 pytest.importorskip("triton")
 GPU = torch.device("cuda", 0)
-RECORD = ROOT / "records/2026-11-22_two-h200-long-table/runs/20261122-175825-two-h200-long.jsonl.gz"
+TWO_GPUS = "2026-11-22_two-h200-long-table/runs/20261122-175825-two-h200-long.jsonl.gz"
+ONE_GPU = "2026-11-24_one-h200-clean/runs/20261124-010504-one-h200.jsonl.gz"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,13 +62,18 @@ def fit_into(fitting, monkeypatch):
     return run
 
 
-def test_the_count_of_a_measured_run():
-    """Two H200s reported a peak of 96.65 GiB each."""
-    header, *_, summary = (json.loads(line) for line in gzip.open(RECORD, "rt"))
-    config = train_gpt.parse_config(["--preset", "corpus", "--data_path", "x", "--ngram_rows", "536870912"])
+@pytest.mark.parametrize(("log", "ranks", "candidates", "newer"), [
+    (TWO_GPUS, 2, {65_536: 12_288, 131_072: 14_336, 196_608: 16_384},
+     dict(ngram_classes=False, near_match=(), copy_channels=0, average_steps=0)),
+    (ONE_GPU, 1, {65_536: 13_056, 131_072: 15_872, 196_608: 18_432}, {})])
+def test_the_count_of_a_measured_run(log, ranks, candidates, newer):
+    """Two H200s reported a peak of 96.65 GiB each, one reported 96.82. `newer`: what the older log lacks."""
+    header, *_, summary = (json.loads(line) for line in gzip.open(ROOT / "records" / log, "rt"))
+    preset = train_gpt.parse_config(["--preset", "corpus", "--data_path", "x"])
+    config = replace(preset, **newer, ngram_rows=header["config"]["ngram_rows"])
     same = "micro_batches", "val_chunk", "width"
     assert [header["config"][name] for name in same] == [getattr(config, name) for name in same]
-    need = memory.count(train_gpt, config, 2, GPU, True, {65_536: 12_288, 131_072: 14_336, 196_608: 16_384},
+    need = memory.count(train_gpt, config, ranks, GPU, ranks > 1, candidates,
                         [config.val_chunk])[config.val_chunk]
     assert need.allocated == pytest.approx(summary["peak_memory_bytes"], rel=0.02)
 
@@ -84,7 +90,8 @@ def test_a_copy_head_is_counted():
 
 def test_a_checkpoints_copy_is_counted():
     """On an H200 the same run with checkpoints reported 15.12 and 18.16 GB: the copy may meet the peak."""
-    words = "--preset corpus --data_path x --ngram_rows 4194304 --micro_batches 16 --steps 57 --extra_steps 3"
+    words = ("--preset corpus --data_path x --ngram_rows 4194304 --micro_batches 16 --steps 57 "
+             "--extra_steps 3 --ngram_classes false --near_match none --copy_channels 0 --average_steps 0")
     config = train_gpt.parse_config(words.split())
     candidates = {65_536: 10_240, 131_072: 11_520, 196_608: 12_544}
     configs = [replace(config, checkpoint=folder, checkpoint_every=20) for folder in ("", "x")]

@@ -1,4 +1,5 @@
 """The ranks of a run: one process for each GPU, started by torchrun, or several on a CPU."""
+import gc
 import os
 from collections.abc import Callable
 from textwrap import shorten
@@ -126,6 +127,17 @@ class World:
             return step(*given)
         finally:
             progress.in_step = False
+
+    def be_deterministic(self, on: bool) -> None:
+        """Whether torch chooses operations that give the same bits in every run, which are slower."""
+        torch.use_deterministic_algorithms(on, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def release(self) -> None:
+        """Give back the memory of a run that has ended, so that the next one finds it in one piece."""
+        gc.collect()                # Graphs hold memory until reference cycles are collected.
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def close(self) -> None:
         """End the process group, if there is one."""

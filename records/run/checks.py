@@ -54,9 +54,6 @@ def schedule_faults(c) -> Iterator[Fault]:
     yield (any(not 1 <= len(stage.multi_token) <= 3 for stage in c.stages), "multi_token",
            "use 1 to 3 pairs for each stage")
     yield c.steps < stages, "steps", f"at least one step for each of {stages} stages"
-    untied = c.steps + c.extra_steps - round(c.tied_share * c.steps)
-    yield (c.average_steps > untied, "average_steps", f"0 for none, at most {untied}, the steps after the "
-           "embedding and the head part")
     yield (c.val_sequence_length > c.val_chunk, "val_chunk val_sequence_length",
            "a chunk holds whole sequences; raise it or lower the other")
 
@@ -111,19 +108,8 @@ def kernel_faults(c) -> Iterator[Fault]:
            "use multiples of 16, or --fp8 none")
 
 
-def check_device(config, device: torch.device) -> None:
-    """Refuse what this device cannot run."""
-    if device.type == "cuda":
-        refuse(config, kernel_faults(config))
-    best, reason = choose_attention("auto", device)
-    slower = [*ATTENTION][[*ATTENTION].index(best):]        # The table begins with the fastest.
-    if config.attention not in ("auto", *slower):
-        raise UserError(f"--attention {config.attention}: it does not run here ({reason}); use auto or "
-                        f"{' or '.join(slower)}")
-
-
-def check_machine(config, ranks: int) -> None:
-    """Refuse what so many ranks cannot share."""
+def check_machine(config, ranks: int, device: torch.device) -> None:
+    """Refuse what so many ranks cannot share, and what this device cannot run."""
     width = config.head_dim if config.ngram_rows else 0         # of the n-gram table
     if config.micro_batches % ranks or width % ranks:
         divisors = [str(n) for n in range(1, config.micro_batches + 1)
@@ -134,3 +120,10 @@ def check_machine(config, ranks: int) -> None:
     columns, block = width // ranks, config.ngram_block
     if block < 1 or columns % block or block & (block - 1):
         raise UserError(f"--ngram_block {block}: use a power of two that divides a rank's {columns} columns")
+    if device.type == "cuda":
+        refuse(config, kernel_faults(config))
+    best, reason = choose_attention("auto", device)
+    slower = [*ATTENTION][[*ATTENTION].index(best):]        # The table begins with the fastest.
+    if config.attention not in ("auto", *slower):
+        raise UserError(f"--attention {config.attention}: it does not run here ({reason}); use auto or "
+                        f"{' or '.join(slower)}")

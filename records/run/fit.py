@@ -16,7 +16,7 @@ import torch
 from data.packing import round_up
 from data.shards import open_shard, shards_in
 from kernels.ranks.collectives import can_copy, ranks_here
-from records.run.checks import check_device, check_machine
+from records.run.checks import check_machine
 from records.run.memory import Need, count
 from records.run.settings import UserError
 
@@ -72,8 +72,7 @@ def fit(config, given: Collection[str], world, trainer: type):
             print(f"doctor: {finding}")
     if world.device.type != "cuda":
         return config
-    check_machine(config, world.size)
-    check_device(config, world.device)
+    check_machine(config, world.size, world.device)
     fitting = Fitting(config, world, room_of(world), sys.modules[trainer.__module__])
     choice, need = fitting.first(given)
     total, room = need.total(config.capture), fitting.room

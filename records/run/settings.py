@@ -154,7 +154,7 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
 def read(name: str, text: str, kind: type) -> object:
     """The value of the setting `name` that a flag's `text` stands for; UserError if it is not of its kind.
 
-    A list of names is written `head,mlp`, and `none` or an empty text is the empty list.
+    A list is written `head,mlp` or `1,2`, and `none` or an empty text is the empty list.
     """
     base, _, inside = parts(kind)
     if is_names(kind):
@@ -164,7 +164,8 @@ def read(name: str, text: str, kind: type) -> object:
         value = text
     else:
         try:
-            value = {"true": True, "false": False}.get(text.lower())
+            words = {"none": (), "": ()} if inside else {"true": True, "false": False}
+            value = words.get(text.strip().lower())
             value = ast.literal_eval(text.strip()) if value is None else value
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             value = text
