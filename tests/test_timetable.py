@@ -101,7 +101,8 @@ def sending(config, monkeypatch):
     monkeypatch.setattr(collectives.dist, "all_to_all_single", start("all_to_all"))
     world = SimpleNamespace(
         rank=0, size=2, device=torch.device("cpu"), memory=float("inf"), barrier=lambda: None,
-        collectives=collectives.Collectives(2), choose_collectives=lambda copies: None)
+        collectives=collectives.Collectives(2), choose_collectives=lambda copies: None,
+        be_deterministic=lambda on: None)
     trainer = train_gpt.Trainer(replace(config, ngram_rows=512), world)
     return trainer, log
 
