@@ -6,9 +6,9 @@
     AutoModelForCausalLM.from_pretrained("OTHER", trust_remote_code=True)
 
 OTHER holds the weights in float32, and `modeling_speedrun.py`, which computes them. Rows of the n-gram table
-go along if they take no more than --most. With a longer table the model would be a download that nobody
-wants, so it is exported without one, which costs loss: with --shards both losses are measured and written
-into its card.
+go along if they take no more than --most, and are for n-grams of tokens alone: that file knows no classes of
+tokens and no guesses. With a longer table the model would be a download that nobody wants. Without its table
+a model has a higher loss: with --shards both losses are measured and written into its card.
 """
 import argparse
 import shutil
@@ -56,6 +56,7 @@ def settings_of(saved: Saved, with_table: bool) -> dict:
         "heads": config.heads, "head_dim": config.head_dim, "qk_dim": config.qk_dim, "rotary": cos.shape[1],
         "max_position_embeddings": len(cos), "attention_scale": scale, "softcap": SOFTCAP,
         "gate_channels": config.gate_channels, "smear": config.smear, "backout": model.backout_stream,
+        "copy_channels": config.copy_channels, "copy_scale": model.copy_head.scale,
         "layers": layers, "ngrams": config.ngrams if with_table else (), "ngram_count": saved.facts["rows"],
         "ngram_written": saved.facts["written"] if with_table else 0, "ngram_hash": HASH, "use_cache": False,
         "bos_token_id": config.document_start, "eos_token_id": config.document_start,
@@ -70,6 +71,7 @@ def weights_of(saved: Saved, with_table: bool) -> dict[str, Tensor]:
                "sin": sin}
     if model.smear_gate is not None:
         weights["smear_gate"] = model.smear_gate
+    weights |= {f"copy_head.{name}": x for name, x in model.copy_head.named_parameters()}
     for i in range(len(config.layers)):
         scaled = zip(("qkv", "out"), model.split_out(model.bank[i]), model.attention_scalars[i])
         mine = {name: (matrix * scale[None]).type_as(matrix) for name, matrix, scale in scaled}
@@ -152,9 +154,6 @@ def main() -> None:
         changes = {} if options.positions is None else {"val_chunk": options.positions}
         saved = load(options.folder, choose_device(options.device), **PLAIN, **changes)
         config = saved.model.config
-        if config.copy_channels:
-            raise DataError(f"{options.folder}: it has a copy head, which modeling_speedrun.py does not "
-                            "compute; use.sample and use.score do")
         size = saved.facts["written"] * (4 * config.head_dim + 4)
         # That file looks up n-grams of tokens alone.
         with_table = 0 < size <= options.most * 1e9 and not (config.ngram_classes or config.near_match)

@@ -79,6 +79,32 @@ class Layer(nn.Module):
         return self.scales[1] * x + F.relu(F.linear(norm(x), self.mlp_in)).square() @ self.mlp_out
 
 
+class CopyHead(nn.Module):
+    """Part of the next token's probability points at what followed like states of the document."""
+
+    def __init__(self, config: SpeedrunConfig):
+        super().__init__()
+        self.scale = config.copy_scale
+        self.weight = nn.Parameter(torch.empty(2 * config.copy_channels, config.width))
+        self.gate, self.bias = nn.Parameter(torch.empty(config.width)), nn.Parameter(torch.empty(1))
+
+    def forward(self, x: Tensor, logits: Tensor, tokens: Tensor, age: Tensor) -> Tensor:
+        """The logarithms of both probabilities' sum, (batch, n, vocabulary), from those logits alone.
+
+        x (batch, n, width) is what the head sees; a token sees the `age` (batch, n) tokens before it.
+        """
+        q, k = map(norm, F.linear(x, self.weight).chunk(2, -1))
+        at = torch.arange(x.shape[1], device=x.device)
+        distance = at[:, None] - at
+        earlier = (distance > 0) & (distance <= age[..., None])
+        scores = (self.scale * q @ k.mT).masked_fill(~earlier, -torch.inf)
+        rest = F.linear(x, self.gate[None], self.bias)              # the score of not copying
+        shares = torch.cat([scores, rest], -1).softmax(-1)
+        followers = tokens.roll(-1, 1)[:, None].expand_as(scores)   # Nothing points at the last one's.
+        alone = logits.softmax(-1) * shares[..., -1:]
+        return alone.scatter_add(2, followers, shares[..., :-1]).log()
+
+
 class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     """Logits of the next token. `generate` reads the whole text again for every token."""
     config_class = SpeedrunConfig
@@ -89,6 +115,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         self.head = nn.Parameter(torch.empty(config.padded_vocab, config.width))
         self.scalars = nn.Parameter(torch.empty(2))
         self.smear_gate = nn.Parameter(torch.empty(config.gate_channels)) if config.smear else None
+        self.copy_head = CopyHead(config) if config.copy_channels else None
         self.layers = nn.ModuleList(Layer(config, shape) for shape in config.layers)
         turned = config.max_position_embeddings, config.rotary
         self.register_buffer("cos", torch.empty(*turned))
@@ -137,8 +164,10 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         x = streams[-1]
         if config.backout is not None:
             x = x - self.scalars[1] * streams[config.backout]
-        cap, shift, width = config.softcap
-        logits = cap * torch.sigmoid((F.linear(norm(x), self.head).float() + shift) / width)
+        x, (cap, shift, width) = norm(x), config.softcap
+        logits = cap * torch.sigmoid((F.linear(x, self.head).float() + shift) / width)
+        if self.copy_head is not None:
+            logits = self.copy_head(x, logits, input_ids, age)
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
