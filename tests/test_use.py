@@ -359,7 +359,7 @@ def test_transformers_computes_the_same(trained, tmp_path, capsys, monkeypatch):
 
 
 def test_transformers_computes_a_copy_head(looking_back, tmp_path, capsys, monkeypatch):
-    """Probabilities at every position, and a gradient; without the table, since its rows are for guesses too."""
+    """Probabilities at every position, and a gradient. The table, which has rows for guesses, is left out."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     saved, generator = use_model.load(looking_back[0], CPU, **PLAIN), torch.Generator().manual_seed(3)
