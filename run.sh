@@ -5,6 +5,7 @@
 #   ./run.sh test [arguments]       what the tests need, then pytest
 #   ./run.sh profile [--name value ...]     where the time of each kind of step goes, and traces to look at
 #   ./run.sh install [cpu|cuda]     only the environment, also for a GPU that is not here
+#   ./run.sh caches pack|unpack FILE        compiled kernels as one file, for the start of the next machine
 #   ./run.sh doctor                 whether this machine is in order, and what is slow or broken if it is not
 # PYTHON=/path/to/python uses that interpreter and what is installed for it, and installs nothing.
 set -euo pipefail
@@ -69,6 +70,7 @@ if [ "${1-}" = test ]; then tests=1; shift; fi
 if [ "${1-}" = sample ]; then program=(-m use.sample); shift; fi
 if [ "${1-}" = profile ]; then program=(-m records.tools.profile); shift; fi
 if [ "${1-}" = doctor ]; then program=(-m records.tools.doctor); shift; fi
+if [ "${1-}" = caches ]; then program=(-m records.tools.caches); shift; fi
 if [ -n "${PYTHON-}" ]; then
     python=$PYTHON
     "$python" -c 'from importlib.util import find_spec as f; import sys; sys.exit(not (f("torch") and f("numpy")))' 2>/dev/null ||
@@ -80,6 +82,7 @@ fi
 if [ "${1-}" = install ]; then exit; fi
 # A token of a small model is too little work for two threads, which would wait for each other.
 if [ "${program[*]}" = "-m use.sample" ]; then OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$python" "${program[@]}" "$@"; fi
+if [ "${program[*]}" = "-m records.tools.caches" ]; then exec "$python" "${program[@]}" "$@"; fi
 if [ $tests = 1 ]; then exec "$python" -m pytest -q -n 2 --dist loadfile tests "$@"; fi
 
 # Ranks: a power of two that the hardware has. The CPU's two ranks share its cores.

@@ -40,6 +40,7 @@ ELSEWHERE = {
     "./run.sh test": "this is it: CI runs it",
     "./run.sh sample": "test_use.py: it wants the model that ./run.sh has trained",
     "./run.sh doctor": "test_doctor.py and test_run_sh.py: it takes half a minute",
+    "./run.sh caches --help": "test_caches.py and test_run_sh.py: it starts no ranks",
     "python -m data.text books/ --out data/shards/books-gpt2": "GPT-2's vocabulary comes from the network",
     "DATA_PATH=data/shards/books-gpt2 ./run.sh --preset corpus": "with the shards of the line above",
 }

@@ -89,3 +89,9 @@ def test_an_environment_for_another_machine(machine, kind):
 def test_the_doctor_needs_no_data(machine):
     asked, errors = machine("doctor", capabilities="8.0")
     assert "-m records.tools.doctor" in asked and "fineweb" not in asked + errors
+
+
+def test_caches_are_packed_by_one_process_without_data(machine):
+    asked, errors = machine("caches", "pack", "kernels.tar.gz", capabilities="9.0 9.0")
+    assert asked.splitlines()[-1] == "-m records.tools.caches pack kernels.tar.gz"
+    assert "nproc_per_node" not in asked and "fineweb" not in asked + errors
