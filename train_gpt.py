@@ -307,10 +307,6 @@ def parse(argv: list[str]) -> tuple[Config, dict]:
     return config, options
 
 
-def parse_config(argv: list[str]) -> Config:
-    return parse(argv)[0]
-
-
 # ========== 2. Operations ============================================================================
 
 class Ops(NamedTuple):

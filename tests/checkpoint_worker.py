@@ -44,7 +44,7 @@ def run(rank: int, status: int, settings: list[str], disturb=None) -> None:
 
 def moments(rank: int, out: Path, settings: list[str]) -> None:
     """All steps with a checkpoint after each, then those that are left from some checkpoints on."""
-    config, world, found = train_gpt.parse_config(settings), train_gpt.World(), {}
+    config, world, found = train_gpt.parse(settings)[0], train_gpt.World(), {}
     config = replace(config, checkpoint=str(out / f"kept-{world.size}"), checkpoint_every=1)
     for first in (0, *MOMENTS):
         trainer, losses = train_gpt.Trainer(config, world), []

@@ -63,7 +63,7 @@ def shards(tmp_path_factory) -> Path:
 def config(shards) -> train_gpt.Config:
     """On a GPU as well: small and plain, so that what is tested there does not wait for compilers."""
     flags = ["--preset", "cpu", *TINY, "--data_path", str(shards), "--write_log", "false"]
-    config = train_gpt.parse_config(flags)
+    config = train_gpt.parse(flags)[0]
     return replace(config, seed=3, attention="plain", compile=False)
 
 

@@ -45,7 +45,7 @@ def run(rank: int, ranks: int, port: int, out: Path, steps: int, settings: list[
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                    "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    config, world = train_gpt.parse_config(settings), train_gpt.World()
+    config, world = train_gpt.parse(settings)[0], train_gpt.World()
     found = {}
     for overlap in (True, False):
         found[overlap] = results(replace(config, overlap=overlap, check_ranks=1), world, steps)

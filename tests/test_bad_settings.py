@@ -76,7 +76,7 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
 ])
 def test_bad_settings(arguments, parts):
     with pytest.raises(UserError) as error:
-        train_gpt.parse_config([*SMALL, *arguments])
+        train_gpt.parse([*SMALL, *arguments])
     assert all(part in str(error.value) for part in parts) and str(error.value).isprintable(), error.value
 
 
@@ -90,7 +90,7 @@ def test_bad_settings(arguments, parts):
 ])
 def test_what_kernels_do_not_take(changes, part):
     """On a GPU; all but the width is a matter of kernels that have a reference."""
-    config = replace(train_gpt.parse_config(SMALL), **changes)
+    config = replace(train_gpt.parse(SMALL)[0], **changes)
     with pytest.raises(UserError, match=part):
         checks.refuse(config, checks.kernel_faults(config))
     if config.width <= 8192:
@@ -115,7 +115,7 @@ def test_presets_keep_the_rules(preset):
     ({"stages": ()}, "table of stages is empty"),
 ])
 def test_a_configuration_made_in_python(changes, part):
-    config = settings.change(train_gpt.parse_config(SMALL), **changes)
+    config = settings.change(train_gpt.parse(SMALL)[0], **changes)
     config = replace(config, **changes) if changes.get("stages") == () else config
     with pytest.raises(UserError, match=part):
         train_gpt.check_config(config, train_gpt.Ops._fields)
@@ -173,7 +173,7 @@ def trains(config: train_gpt.Config) -> bool:
 
 def test_settings_at_random(shards):
     """One or two at a time: each is refused in one line, or makes a model, its groups and its timetables."""
-    base = train_gpt.parse_config([*SMALL, "--data_path", str(shards)])
+    base = train_gpt.parse([*SMALL, "--data_path", str(shards)])[0]
     kinds, now, chance = settings.kinds(base), settings.defaults(base), random.Random(0)
     drawn, refused, trained = set(), 0, 0
     for i in range(DRAWS):
@@ -181,7 +181,7 @@ def test_settings_at_random(shards):
         texts = [f"--{name}={draw(kinds[name], now[name], chance)}" for name in names]
         drawn |= {*names}
         try:
-            config = train_gpt.parse_config([*SMALL, "--data_path", str(shards), *texts])
+            config = train_gpt.parse([*SMALL, "--data_path", str(shards), *texts])[0]
         except UserError as error:
             assert str(error).isprintable() and len(str(error)) < 400, texts
             refused += 1

@@ -205,7 +205,7 @@ def test_a_bad_checkpoint_is_refused_in_one_line(runs, shards, tmp_path, edit, f
         index.write_text(index.read_text().replace(old, new))
     flags = ["--preset", "cpu", *SHORTER, "--data_path", str(shards), "--resume", str(tmp_path), *flags]
     with pytest.raises(UserError) as error:
-        checkpoint.find(train_gpt.parse_config(flags))
+        checkpoint.find(train_gpt.parse(flags)[0])
     assert said in str(error.value) and "\n" not in str(error.value)
 
 

@@ -49,8 +49,8 @@ def test_all_rows_are_used_and_a_missing_token_is_none():
 
 def test_a_model_takes_classes_of_gpt2_alone():
     words = ["--preset", "cpu", *TINY, "--vocab_size", "50257", "--ngram_classes", "true"]
-    model = train_gpt.GPT(train_gpt.parse_config(words), torch.device("cpu"), Collectives(1))
+    model = train_gpt.GPT(train_gpt.parse(words)[0], torch.device("cpu"), Collectives(1))
     assert torch.equal(model.ngrams.classes, torch.from_numpy(gpt2_classes()))
     assert "ngrams.classes" not in model.state_dict()
     with pytest.raises(UserError, match="only GPT-2's 50257 tokens have classes"):
-        train_gpt.parse_config(["--preset", "cpu", "--ngram_classes", "true"])
+        train_gpt.parse(["--preset", "cpu", "--ngram_classes", "true"])

@@ -69,7 +69,7 @@ def fit_into(fitting, monkeypatch):
 def test_the_count_of_a_measured_run(log, ranks, candidates, newer):
     """Two H200s reported a peak of 96.65 GiB each, one reported 96.82. `newer`: what the older log lacks."""
     header, *_, summary = (json.loads(line) for line in gzip.open(ROOT / "records" / log, "rt"))
-    preset = train_gpt.parse_config(["--preset", "corpus", "--data_path", "x"])
+    preset = train_gpt.parse(["--preset", "corpus", "--data_path", "x"])[0]
     config = replace(preset, **newer, ngram_rows=header["config"]["ngram_rows"])
     same = "micro_batches", "val_chunk", "width"
     assert [header["config"][name] for name in same] == [getattr(config, name) for name in same]
@@ -92,7 +92,7 @@ def test_a_checkpoints_copy_is_counted():
     """On an H200 the same run with checkpoints reported 15.12 and 18.16 GB: the copy may meet the peak."""
     words = ("--preset corpus --data_path x --ngram_rows 4194304 --micro_batches 16 --steps 57 "
              "--extra_steps 3 --ngram_classes false --near_match none --copy_channels 0 --average_steps 0")
-    config = train_gpt.parse_config(words.split())
+    config = train_gpt.parse(words.split())[0]
     candidates = {65_536: 10_240, 131_072: 11_520, 196_608: 12_544}
     configs = [replace(config, checkpoint=folder, checkpoint_every=20) for folder in ("", "x")]
     need, more = (memory.count(train_gpt, config, 1, GPU, False, candidates, [65_536])[65_536].allocated
@@ -148,7 +148,7 @@ def test_tools_get_what_fits_as_flags(fit_into, fitting, monkeypatch):
     fitting.room, fitting.config = int(22e9), replace(fitting.config, micro_batches=16)
     flags = fit.fitted(argv, fake_world(), train_gpt)
     assert flags[:4] == argv and "--micro_batches" not in flags[4:]
-    config = train_gpt.parse_config(flags)
+    config = train_gpt.parse(flags)[0]
     assert config.micro_batches == 16 and config.ngram_rows < train_gpt.SPEEDRUN.ngram_rows
     assert fitting.need(config).total(True) <= int(22e9)
 

@@ -102,7 +102,7 @@ def test_settings_of_a_command_for_gpus(line, monkeypatch):
     if tool == "-m kernels.bench":
         assert bench.arguments(shlex.split(settings)).filters == ["smear"]
     else:
-        train_gpt.parse_config([*shlex.split(settings), "--data_path", "x"])
+        train_gpt.parse([*shlex.split(settings), "--data_path", "x"])
 
 
 def asked_of_torchrun(words: list[str], folder: Path) -> list[str]:

@@ -171,4 +171,4 @@ def test_two_ranks_go_on_from_one_and_end_as_it_does(shards, tmp_path):
 ])
 def test_settings_that_cannot_work(arguments, message):
     with pytest.raises(UserError, match=message):
-        train_gpt.parse_config(["--preset", "cpu", *arguments.split()])
+        train_gpt.parse(["--preset", "cpu", *arguments.split()])

@@ -95,7 +95,7 @@ def test_no_shards(tmp_path, monkeypatch):
     result = command(*SHORT, DATA_PATH=str(tmp_path))
     refused(result, str(tmp_path), "no val shards", "set DATA_PATH", "python -m data.fineweb")
     with pytest.raises((UserError, ShardError), match="an unset DATA_PATH.*--preset cpu"):
-        train_gpt.Trainer(train_gpt.parse_config(["--preset", "corpus"]), train_gpt.World())
+        train_gpt.Trainer(train_gpt.parse(["--preset", "corpus"])[0], train_gpt.World())
 
 
 @pytest.mark.parametrize("damage, parts", [
@@ -129,10 +129,10 @@ def test_a_bad_setting_from_outside():
 
 
 def test_settings_reach_the_configuration(monkeypatch):
-    assert train_gpt.parse_config(["--preset", "cpu"]).fp8 == ("head", "attention", "mlp")
+    assert train_gpt.parse(["--preset", "cpu"])[0].fp8 == ("head", "attention", "mlp")
     monkeypatch.setenv("DISABLE_FP8", "1")
     monkeypatch.setenv("DATA_PATH", "elsewhere")
-    config = train_gpt.parse_config(["--preset", "cpu"])
+    config = train_gpt.parse(["--preset", "cpu"])[0]
     assert not config.fp8 and config.data_path == "elsewhere"
 
 

@@ -38,7 +38,7 @@ def trained(shards, tmp_path_factory):
     patch, runs = pytest.MonkeyPatch(), tmp_path_factory.mktemp("runs")
     patch.setenv("RUNS_PATH", str(runs))
     patch.setattr(weights, "FILE_BYTES", 300_000)
-    config = train_gpt.parse_config(["--preset", "cpu", *SHORTER, "--data_path", str(shards)])
+    config = train_gpt.parse(["--preset", "cpu", *SHORTER, "--data_path", str(shards)])[0]
     report = train_gpt.run(config, train_gpt.World(), time.time())
     patch.undo()
     [folder] = runs.glob("2*/model")
@@ -86,7 +86,7 @@ def test_a_saved_model_is_whole_and_holds_only_rows_that_were_written(trained, s
 
 def test_a_log_says_how_many_rows_of_the_table_were_read(trained, shards):
     """Against the rows of all batches, hashed once more."""
-    config, rows = train_gpt.parse_config(["--preset", "cpu", *SHORTER, "--data_path", str(shards)]), set()
+    config, rows = train_gpt.parse(["--preset", "cpu", *SHORTER, "--data_path", str(shards)])[0], set()
     trainer = train_gpt.Trainer(config, train_gpt.World())
     for step in trainer.schedule:
         for batch in trainer.loader.batches(step.index):
@@ -122,7 +122,7 @@ def looking_back(shards, tmp_path_factory):
     patch, runs = pytest.MonkeyPatch(), tmp_path_factory.mktemp("runs")
     patch.setenv("RUNS_PATH", str(runs))
     words = ["--data_path", str(shards), "--ngrams", "2", "--near_match", "1,3", "--copy_channels", "16"]
-    config = train_gpt.parse_config(["--preset", "cpu", *SHORTER, *words])
+    config = train_gpt.parse(["--preset", "cpu", *SHORTER, *words])[0]
     report = train_gpt.run(config, train_gpt.World(), time.time())
     patch.undo()
     [folder] = runs.glob("2*/model")

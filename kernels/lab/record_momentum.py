@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--at", default="1,10,100,500", help="steps, counted from 1")
     options, settings = parser.parse_known_args(argv)
     try:
-        config = train_gpt.parse_config(settings)
+        config = train_gpt.parse(settings)[0]
         at = [int(step) for step in options.at.split(",")]
         if not 0 < min(at) <= max(at) <= (last := config.steps + config.extra_steps):
             raise UserError(f"--at {options.at}: steps are 1 ... {last}; raise --steps")

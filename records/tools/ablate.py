@@ -92,12 +92,12 @@ def vary(text: str, argv: list[str], train: bool) -> train_gpt.Config:
     given = [part.partition("=")[::2] for part in split_values(text)]
     # Stages are the columns of the table of milliseconds, so steps that are timed keep their batches.
     fixed = {"preset", "seed", "runs"} | (set() if train else {"batch_tokens"})
-    known = defaults(train_gpt.parse_config(argv)).keys() - fixed
+    known = defaults(train_gpt.parse(argv)[0]).keys() - fixed
     for name, _ in given:
         if name not in known:
             raise UserError(f"--try {text}: no setting {name!r} to change here (train_gpt.py --help lists "
                             "all)")
-    return train_gpt.parse_config([*argv, *(f"--{name}={value}" for name, value in given)])
+    return train_gpt.parse([*argv, *(f"--{name}={value}" for name, value in given)])[0]
 
 
 def free(world: train_gpt.World) -> None:
@@ -217,7 +217,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 def main() -> int:
     try:
         options, settings = arguments()
-        train_gpt.parse_config(settings)    # Wrong settings end here.
+        train_gpt.parse(settings)           # Wrong settings end here.
         # Each checkout runs in processes of its own, started by the first rank.
         if options.against:
             if int(os.environ.get("RANK", 0)) == 0:
@@ -225,7 +225,7 @@ def main() -> int:
             return 0
         world = train_gpt.World()
         settings = fitted(settings, world, train_gpt)
-        config = train_gpt.parse_config(settings)
+        config = train_gpt.parse(settings)[0]
         variants = {AS_GIVEN: config} | {text: vary(text, settings, options.train) for text in options.tries}
         say = functools.partial(print, flush=True) if world.rank == 0 else lambda *_: None
         if options.check:

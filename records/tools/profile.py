@@ -127,9 +127,9 @@ def main() -> int:
                         help="where traces go (default: profile)")
     options, settings = parser.parse_known_args()
     try:
-        train_gpt.parse_config(settings)    # Wrong settings end here.
+        train_gpt.parse(settings)           # Wrong settings end here.
         world = train_gpt.World()
-        trainer = train_gpt.Trainer(train_gpt.parse_config(fitted(settings, world, train_gpt)), world)
+        trainer = train_gpt.Trainer(train_gpt.parse(fitted(settings, world, train_gpt))[0], world)
     except (UserError, ShardError) as error:
         print(f"records.tools.profile: {error}", file=sys.stderr)
         return 2
