@@ -74,7 +74,7 @@ def model_faults(c) -> Iterator[Fault]:
     yield (guesses and not (c.ngrams and c.ngram_rows), "ngrams ngram_rows",
            "near_match and retrieval need the n-gram table, which is off; set both to none")
     yield (c.ngram_classes and c.vocab_size != GPT2_SIZE, "ngram_classes vocab_size",
-           f"only GPT-2's {GPT2_SIZE} tokens have classes")
+           f"only GPT-2's {GPT2_SIZE} tokens have classes; use --ngram_classes false")
 
 
 def layer_faults(c) -> Iterator[Fault]:
