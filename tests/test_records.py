@@ -251,6 +251,10 @@ def corpus_runs(root: Path, name: str, seeds: range, clean: float = 3.568,
 def test_a_record_on_the_corpus_holds_three_texts_and_a_second_run(root):
     runs, second = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))[0]
     folder = create(runs, root, "corpus", WORDS | {"chosen_with": [0]}, "x", "y", second)
+    table = (folder / "README.md").read_text()
+    assert re.search(r"\| seed +\| loss \(nats/token\) \| +clean \| fineweb \| time", table)
+    assert all(f" {run.scores['clean']:.4f} |" in table for run in runs)
+    assert f"A second full run, seed 20: {second.loss:.4f}, clean {second.scores['clean']:.4f}," in table
     assert check(folder) == ([], [])
     data = json.loads((folder / "record.json").read_text())
     assert data["class"] == "at most 0.3 G" and data["table_parameters"] == 2 ** 28

@@ -37,7 +37,7 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
         problems += check_rules(true, record.runs, record.second)
     problems += [f"{key} is {record.data[key]!r}, but the logs give {value!r}"
                  for key, value in true.items() if key != "runs" and not same(record.data[key], value)]
-    problems += check_words(record, result_table(true))
+    problems += check_words(record, result_table(true, record.runs, record.second))
     source_problems, notes = check_sources(record)
     problems += source_problems
     problems += check_succession(record.runs)

@@ -21,10 +21,10 @@ from records.run.sources import hash_sources
 from records.tools import markdown
 from records.tools.history import NoHistory, sources_at
 from records.tools.logs import find_logs, read_bytes, read_log
-from records.tools.pool import require_sample, scores_text, summarize
+from records.tools.pool import common_texts, require_sample, scores_text, summarize
 from records.tools.rules import check_rules, table_class, table_parameters
 from records.tools.schema import NUMBER, PACKED, RecordError, Run, check_fields, flatten
-from records.tools.stats import SIGNIFICANCE
+from records.tools.stats import SIGNIFICANCE, describe
 
 # Where record folders, `runs/`, `index.html` and the README with the table of records live.
 RECORDS = Path(__file__).parent.parent
@@ -153,19 +153,26 @@ def record_data(runs: list[Run], written: dict, second: Run | None = None) -> di
     }
 
 
-def result_table(data: dict) -> str:
-    """The numbers in a record's README: a row for each run, mean and standard deviation, then the test."""
-    rows = [[str(run["seed"]), f"{run['loss']:.4f}", f"{run['time_s']:.3f}"] for run in data["runs"]]
-    rows.append(["mean", f"{data['mean_loss']:.4f}", f"{data['mean_time_s']:.3f}"])
+def result_table(data: dict, runs: list[Run], second: Run | None) -> str:
+    """The numbers in a record's README: a row for each run, mean and standard deviation, then the test.
+
+    `data` is its record.json, in whose order the `runs` stand.
+    """
+    texts = common_texts(runs) if "scores" in data else []
+    rows = [[str(said["seed"]), f"{said['loss']:.4f}", *(f"{run.scores[text]:.4f}" for text in texts),
+             f"{said['time_s']:.3f}"] for said, run in zip(data["runs"], runs)]
+    each = [describe([run.scores[text] for run in runs]) for text in texts]
+    rows.append(["mean", f"{data['mean_loss']:.4f}", *(f"{x.mean:.4f}" for x in each),
+                 f"{data['mean_time_s']:.3f}"])
     if len(data["runs"]) > 1:
         rows.append(["standard deviation", f"{data['standard_deviation_loss']:.4f}",
+                     *(f"{x.standard_deviation:.4f}" for x in each),
                      f"{data['standard_deviation_time_s']:.3f}"])
-    lines = [markdown.table(["seed", "loss (nats/token)", "time (s)"], rows), "", significance_line(data)]
-    if data.get("scores"):
-        lines.append(f"Mean losses on other texts: {scores_text(data['scores'])}.")
-    if second := data.get("second"):
-        lines.append(f"A second full run, seed {second['seed']}: {second['loss']:.4f} in "
-                     f"{second['time_s']:.3f} s.")
+    lines = [markdown.table(["seed", "loss (nats/token)", *texts, "time (s)"], rows), "",
+             significance_line(data)]
+    if second:
+        losses = f"{second.loss:.4f}" + (f", {scores_text(second.scores)}" if second.scores else "")
+        lines.append(f"A second full run, seed {second.seed}: {losses} in {second.time_s:.3f} s.")
     return "\n".join(lines)
 
 
@@ -237,7 +244,7 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
                    f"## What changed\n\n{changed or UNWRITTEN}\n\n"
                    f"## Why it works\n\n{why or UNWRITTEN}\n\n"
                    f"## Run it again\n\n    {run_again(folder, header)}\n\n"
-                   f"## Result\n\n{markdown.marked('result', result_table(data))}\n")
+                   f"## Result\n\n{markdown.marked('result', result_table(data, runs, second))}\n")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise

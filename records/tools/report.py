@@ -64,7 +64,8 @@ def write(root: Path) -> tuple[Path, list[str]]:
     """Write `root/index.html` and refresh the tables; returns the page and what could not be refreshed."""
     records, notes = load_all(root), []
     for record in records:
-        refresh(record.folder / "README.md", "result", result_table(record.data), notes)
+        table = result_table(record.data, record.runs, record.second)
+        refresh(record.folder / "README.md", "result", table, notes)
     refresh(root / "README.md", MARKER, readme_table(records), notes)
     page = root / "index.html"
     write_text(page, html_page(records))
