@@ -165,8 +165,8 @@ class Config:
     retrieval: tuple[Few, ...] = ()
     retrieval_slots: Positive = 1_000_000_000    # ends of text that the index holds at most, 8 bytes each
     # Part of the next token's probability points at what followed like states before, found with so many
-    # channels (kernels/copying; an open proposal to the public speedrun). A form that differed a little was
-    # worth 0.016 on `clean` and 0.062 on `fineweb` (one run of half the length).
+    # channels (kernels/copying; an open proposal to the public speedrun). An earlier form was worth 0.016 on
+    # `clean` and 0.062 on `fineweb` (one run of half the length); this one was not compared with none.
     copy_channels: Count = 0        # a power of two, as 128; 0: none
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.

@@ -72,9 +72,13 @@ def test_there_and_back(tmp_path, move, call):
 
 
 def test_nothing_to_pack(tmp_path, move, call):
+    """An older file of that name stays."""
     move("here")
-    status, said, error = call("pack", tmp_path / "kernels.tar.gz")
-    assert status == 2 and not said and "the caches are empty" in error and not list(tmp_path.glob("*.gz"))
+    (tmp_path / "old.gz").write_bytes(b"kernels")
+    for name in ("new.gz", "old.gz"):
+        status, said, error = call("pack", tmp_path / name)
+        assert status == 2 and not said and "the caches are empty" in error
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("old.gz", b"kernels")]
 
 
 def test_kernels_for_another_machine_are_refused(tmp_path, move, call):

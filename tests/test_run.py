@@ -212,7 +212,7 @@ def test_the_preset_for_a_laptop(tmp_path):
 
     In fewer and smaller steps than by default, and validated at their end alone, on the text's first quarter.
     """
-    words = "--steps 76 --extra_steps 4 --batch_tokens 1024,2048,2048 --val_every 0 --val_tokens 16384"
+    words = "--steps 64 --extra_steps 4 --batch_tokens 1024,2048,2048 --val_every 0 --val_tokens 16384"
     result = process("./run.sh", *words.split(), RUNS_PATH=str(tmp_path))
     assert result.returncode == 0, result.stderr
     header, *events = read_log(tmp_path)

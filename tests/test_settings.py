@@ -58,6 +58,8 @@ def test_names_in_a_list():
     assert parsed("--fp8", "head").fp8 == ("head",) and parsed("--reference",
                                                                "mlp, smear").reference == ("mlp", "smear")
     assert parsed("--fp8", "none").fp8 == parsed("--fp8", "").fp8 == parsed("--fp8", "()").fp8 == ()
+    # As inside `--try fp8=(head,attention)`.
+    assert parsed("--fp8", "(head,attention)").fp8 == ("head", "attention")
 
 
 def test_an_empty_list_of_numbers():
@@ -65,8 +67,6 @@ def test_an_empty_list_of_numbers():
     for column in ("none", ""):
         with pytest.raises(UserError, match="--windows"):
             parsed("--windows", column)
-    # As inside `--try fp8=(head,attention)`.
-    assert parsed("--fp8", "(head,attention)").fp8 == ("head", "attention")
 
 
 def test_a_column_of_the_stages_takes_a_value_a_stage():

@@ -16,7 +16,6 @@ steps it can do these:
 """
 import argparse
 import functools
-import gc
 import os
 import statistics
 import sys
@@ -100,16 +99,9 @@ def vary(text: str, argv: list[str], train: bool) -> train_gpt.Config:
     return train_gpt.parse([*argv, *(f"--{name}={value}" for name, value in given)])[0]
 
 
-def free(world: train_gpt.World) -> None:
-    """Release the memory of the last trainer."""
-    gc.collect()
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer:
     """A trainer that has warmed up, in free memory."""
-    free(world)
+    world.release()
     trainer = train_gpt.Trainer(config, world)
     trainer.warm_up()
     return trainer
@@ -127,7 +119,7 @@ def time_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, 
 
 
 def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
-    free(world)
+    world.release()
     report = train_gpt.run(change(config, save=""), world, time.time())     # Only its numbers are wanted.
     by_stage: dict[int, list[float]] = {}
     for step, ms in zip(train_gpt.Schedule(config), report.step_ms):
@@ -187,7 +179,7 @@ def check(config: train_gpt.Config, world: train_gpt.World, count: int, determin
     for chosen in ({}, {}, graphs, graphs):
         trainer.graphs = chosen
         runs.append(losses(trainer, start, count))
-    torch.use_deterministic_algorithms(False)
+    world.be_deterministic(False)
     return (f"{count} losses{' of deterministic kernels' * deterministic} differ by at most: eager twice "
             f"{apart(*runs[:2])}, eager and graphs {apart(runs[0], runs[2])} and {apart(runs[1], runs[2])}, "
             f"graphs twice {apart(*runs[2:])}" + ("" if graphs else " (there are no graphs here)"))

@@ -72,9 +72,8 @@ def pack(file: Path) -> tuple[int, int]:
                 member.size, member.mode = len(content), path.stat().st_mode & 0o700
                 tar.addfile(member, io.BytesIO(content))
                 count, size = count + 1, size + len(content)
-    if not count:
-        file.unlink()
-        raise DataError("the caches are empty; train first, then pack")
+        if not count:
+            raise DataError("the caches are empty; train first, then pack")
     return count, size
 
 
