@@ -663,7 +663,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
              memory=200.0),
         adam("embedding", [model.embedding],           ["embedding"], 1.0,             (0.50, 0.95), 150.0,
              tied_to="head", memory=200.0),
-        adam("copy head", [model.copy_head.weight],    ["head"],      0.1,             (0.90, 0.95)),
+        adam("copy head", [model.copy_head.weight],    ["head"],      0.03,            (0.90, 0.95)),
         adam("value tables", list(model.value_tables), valued,        config.value_lr, (0.75, 0.99), 5.0),
         adam("n-gram table", [model.ngrams.table],     ["n-grams"],   config.ngram_lr,
              (0.0, config.ngram_beta2), 5.0, RowAdam),

@@ -556,7 +556,10 @@ def test_every_trick_can_be_switched_off(config, off):
 
 @pytest.mark.parametrize("name", INGREDIENTS)
 def test_an_ingredient_adds_what_it_needs_and_starts_neutral(config, name):
-    """Off: no parameter, no buffer. On: all others start as they do without it, and so does the loss."""
+    """Off: no parameter, no buffer. On: all others start as they do without it, and so does the loss.
+
+    But a copy head's loss is lower: it finds like states before anything is learned.
+    """
     nothing, something = type(INGREDIENTS[name])(), INGREDIENTS[name]
     off, on = (make_trainer(config, **{name: value}) for value in (nothing, something))
 
@@ -569,9 +572,7 @@ def test_an_ingredient_adds_what_it_needs_and_starts_neutral(config, name):
     assert all(torch.equal(added[key], value) for key, value in recipe.items())
     assert set(added) - set(recipe)
     losses = [trainer.step(trainer.schedule.at(0), trainer.loader.batches(0)) for trainer in (off, on)]
-    # A copy head's share is positive from the start on, or it would never grow.
-    nearly = 2e-3 if name == "copy_channels" else 0
-    assert torch.allclose(*losses, rtol=nearly, atol=0) and torch.equal(*losses) == (not nearly)
+    assert losses[1] < 0.99 * losses[0] if name == "copy_channels" else torch.equal(*losses)
 
 
 def test_every_parameter_of_every_ingredient_learns(config):

@@ -86,7 +86,7 @@ class CopyHead(nn.Module):
         super().__init__()
         self.scale = config.copy_scale
         self.weight = nn.Parameter(torch.empty(2 * config.copy_channels, config.width))
-        self.gate, self.bias = nn.Parameter(torch.empty(config.width)), nn.Parameter(torch.empty(1))
+        self.gate, self.bias = (nn.Parameter(torch.empty(n)) for n in (config.copy_channels, 1))
 
     def forward(self, x: Tensor, logits: Tensor, tokens: Tensor, age: Tensor) -> Tensor:
         """The logarithms of both probabilities' sum, (batch, n, vocabulary), from those logits alone.
@@ -98,7 +98,7 @@ class CopyHead(nn.Module):
         distance = at[:, None] - at
         earlier = (distance > 0) & (distance <= age[..., None])
         scores = (self.scale * q @ k.mT).masked_fill(~earlier, -torch.inf)
-        rest = F.linear(x, self.gate[None], self.bias)              # the score of not copying
+        rest = F.linear(q, self.gate[None], self.bias)              # the score of not copying
         shares = torch.cat([scores, rest], -1).softmax(-1)
         followers = tokens.roll(-1, 1)[:, None].expand_as(scores)   # Nothing points at the last one's.
         alone = logits.softmax(-1) * shares[..., -1:]

@@ -15,7 +15,8 @@ stands beside the keys, so that a is large where a key fits well (the sentinel o
 
 An open proposal to the public speedrun takes a from a further logit of the head; its authors save 12% of the
 steps for 1% of a step's time. What ours is worth, and what it taught us, is in records/ideas.md: the score of
-not copying needs a high rate, and the head must learn as if there were no pointer.
+not copying needs a high rate, the head must learn as if there were no pointer, and queries and keys start
+alike.
 """
 from kernels.copying.head import CopyHead, project
 from kernels.copying.pointer import pointer_sums, pointer_sums_reference

@@ -7,21 +7,22 @@ from torch import Tensor, nn
 
 from kernels.loss import Mixture
 
-# The first score of not copying. With a thousand keys of score 0 beside it the pointer begins with 0.2%.
-FIRST_REST = 13.0
+# By so much the first score of not copying is above that of a key that equals its query. So one such key
+# begins with 0.7% of the probability.
+FIRST_MARGIN = 5.0
 
 
 def project(x: Tensor, weight: Tensor, gate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys, (n, channels) each, normed; and the score of not copying, (n,) float32."""
     q, k = F.linear(x, weight).unflatten(-1, (2, -1)).float().unbind(-2)
     q, k = (F.rms_norm(y, y.shape[-1:]).to(x.dtype) for y in (q, k))
-    return q, k, (x * gate).sum(-1) + bias
+    return q, k, (q * gate).sum(-1) + bias
 
 
 class CopyHead(nn.Module):
-    """`weight` (2 channels, width) makes queries and keys; `gate` (width,), `bias` the score of not copying.
+    """`weight` (2 channels, width) makes queries and keys. `gate` (channels,) is a key that all queries see.
 
-    With 0 channels there are no parameters and no mixture.
+    It makes the score of not copying, with `bias`. Without channels there is no parameter and no mixture.
     """
 
     def __init__(self, channels: int, width: int, scale: float, dtype: torch.dtype, device: torch.device):
@@ -30,15 +31,20 @@ class CopyHead(nn.Module):
         self.scale, self.weight, self.gate, self.bias = scale, None, None, None
         if channels:
             self.weight = nn.Parameter(torch.empty(2 * channels, width, dtype=dtype, device=device))
-            self.gate, self.bias = (nn.Parameter(torch.zeros(n, device=device)) for n in (width, 1))
+            self.gate, self.bias = (nn.Parameter(torch.zeros(n, device=device)) for n in (channels, 1))
 
     @torch.no_grad()
     def initialise(self, bound: float, generator: torch.Generator) -> None:
-        """Uniform in ±bound, and next to no copying at first."""
+        """Queries and keys start as the same projection, uniform in ±bound, with next to no copying.
+
+        So like states find each other from the first step on. Otherwise that waits for chance, and some
+        seeds never make up for it (records/ideas.md).
+        """
         if self.weight is not None:
-            self.weight.uniform_(-bound, bound, generator=generator)
+            queries, keys = self.weight.chunk(2)
+            keys.copy_(queries.uniform_(-bound, bound, generator=generator))
             self.gate.zero_()
-            self.bias.fill_(FIRST_REST)
+            self.bias.fill_(self.scale * len(keys) + FIRST_MARGIN)
 
     def mixture(self, x: Tensor, batch, project: Callable, pointer_sums: Callable) -> Mixture | None:
         """For the loss of `batch` from what the head sees, x (n, width); None without a copy head.

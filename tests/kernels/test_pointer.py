@@ -69,6 +69,20 @@ def test_without_a_match_nothing_is_learned_and_bad_inputs_are_refused():
             pointer_sums(*given, bounds, max(LENGTHS), 0.3)
 
 
+def test_like_states_find_each_other_before_anything_is_learned():
+    """A token that came before in the same sequence gets a share at once, a small one; another gets none."""
+    copies = CopyHead(CHANNELS, 32, 0.3, torch.float32, DEVICE)
+    copies.initialise(0.1, torch.Generator(DEVICE).manual_seed(0))
+    tokens = torch.tensor([1, 2, 3, 4, 5, 1], device=DEVICE)
+    x = torch.randn(6, 32, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE)[tokens]
+    bounds, rest = torch.tensor([0, 6], device=DEVICE, dtype=torch.int32), copies.bias.item()
+    q, k, _ = project(x, copies.weight, copies.gate, copies.bias)
+    shares = {token: (pointer_sums_reference(q, k, tokens, torch.full_like(tokens, token), bounds, 6, 0.3)[0]
+                      - rest).sigmoid()[-1].item() for token in range(7)}
+    assert max(shares, key=shares.get) == 2 and 0.005 < shares[2] < 0.01     # what followed the first 1
+    assert shares[6] == 0
+
+
 def test_the_mixture_of_both_sources_is_a_probability():
     """Over the vocabulary the mixed probabilities of each token's next token sum to 1, copied or not."""
     class Words:
