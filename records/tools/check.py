@@ -2,6 +2,8 @@
 import math
 from pathlib import Path
 
+import numpy as np
+
 from records.run.sources import hash_sources
 from records.tools import markdown
 from records.tools.history import NoHistory
@@ -129,7 +131,9 @@ def check_clock(run: Run) -> list[str]:
     """Broken clock rules: every step counted, inside the clock, and the totals those of the last step."""
     if "resumed" in run.header:
         return ["it went on from a checkpoint, so its clock has counted only the rest"]
-    steps, validations, summary, problems = run.steps, run.validations, run.summary, []
+    if problems := check_numbers(run):
+        return problems
+    steps, validations, summary = run.steps, run.validations, run.summary
     count = len(steps["step"])
     if list(steps["step"]) != list(range(1, count + 1)) or count != summary["steps"]:
         problems.append(f"{count} step lines do not count 1 to {summary['steps']}, the summary's steps")
@@ -156,6 +160,15 @@ def check_clock(run: Run) -> list[str]:
     if changed := summary.get("changed_shards"):
         problems.append(f"shards were not those of their manifest: {changed}")
     return problems + check_stamps(run)
+
+
+def check_numbers(run: Run) -> list[str]:
+    """Numbers of a log that are not finite or below zero. NaN would pass every comparison of other checks."""
+    kinds = {"a step's": run.steps, "a validation's": run.validations, "the score on": run.scores,
+             "the summary's": run.summary | run.summary["step_ms"]}
+    return [f"{kind} {name} is not a finite number of at least 0" for kind, values in kinds.items()
+            for name, value in values.items() if isinstance(value, NUMBER | np.ndarray)
+            and not (np.isfinite(value) & np.greater_equal(value, 0)).all()]
 
 
 def check_stamps(run: Run) -> list[str]:
