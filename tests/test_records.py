@@ -167,6 +167,19 @@ def test_check_finds_damage(first, damage, problem):
     assert any(problem in found for found in problems), problems
 
 
+def test_a_score_that_is_no_number_ends_the_check_of_its_own_record_alone(root, first, capsys):
+    second = add_second(root)
+    for log in find_logs(first):
+        text = gzip.decompress(log.read_bytes()).decode()
+        score = '{"kind": "score", "text": "clean", "loss": NaN, "tokens": 9, "sha256": "x"}\n'
+        text = text.replace('{"kind": "summary"', score + '{"kind": "summary"')
+        log.write_bytes(gzip.compress(text.encode()))
+    assert command("--records", root, "check") == 1
+    printed = capsys.readouterr().out
+    assert f"{first.name}: NOT VALID\n  problem: value 1 of 5 is not finite" in printed
+    assert f"{second.name}: ok" in printed
+
+
 def test_one_run_says_so(root, capsys):
     write_run(root / "runs", "single", header={"commit": git(root.parent, "rev-parse", "HEAD")})
     words = {"title": "One run", "contributors": [], "parent": None}

@@ -31,9 +31,10 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
     try:
         record = load(folder)
         require_sample(record.runs)
+        true = record_data(record.runs, record.data, record.second)
     except RecordError as error:
         return [str(error)], []
-    first, true = record.runs[0], record_data(record.runs, record.data, record.second)
+    first = record.runs[0]
     problems = check_logs(record.data["runs"], true["runs"])
     if true["schema"] == RECORD_SCHEMA:
         problems += check_rules(true, record.runs, record.second)
