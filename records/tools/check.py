@@ -18,7 +18,7 @@ from records.tools.record import (
     result_table,
     significance_line,
 )
-from records.tools.rules import check_rules, origin
+from records.tools.rules import STAMPS, check_rules, origin
 from records.tools.schema import NUMBER, RecordError, Run
 
 # Of the time between validations: logs round, and a step's end is measured on the device.
@@ -173,9 +173,9 @@ def check_numbers(run: Run) -> list[str]:
 
 
 def check_stamps(run: Run) -> list[str]:
-    """Whether the clock agrees with the system's time at its start and its end."""
+    """Whether the clock agrees with the system's time at its start and its end, if the log tells it."""
     summary = run.summary
-    if "began" not in summary:
+    if not summary.keys() >= {*STAMPS}:
         return []
     wall = summary["ended"] - summary["began"] - summary["paused_s"]
     if abs(wall - summary["time_s"]) <= CLOCK_TOLERANCE * wall + STAMPS_TOLERANCE:
@@ -185,7 +185,8 @@ def check_stamps(run: Run) -> list[str]:
 
 def check_succession(runs: list[Run]) -> list[str]:
     """Whether runs of one process follow one another in the system's time."""
-    stamped = sorted((run for run in runs if "began" in run.summary), key=lambda run: run.summary["began"])
+    stamped = sorted((run for run in runs if run.summary.keys() >= {*STAMPS}),
+                     key=lambda run: run.summary["began"])
     return [f"{after.label} began before {before.label} of the same process had ended"
             for before, after in zip(stamped, stamped[1:])
             if origin(before) == origin(after) and after.summary["began"] < before.summary["ended"]]

@@ -10,6 +10,8 @@ from records.tools.stats import SIGNIFICANCE
 # record on it has to reach what the public script of record 89 reaches on `clean`, too; `fineweb` is stated.
 CORPUS, LIMITS, STATED = "corpus", {"clean": 3.570}, ("clean", "fineweb")
 SAME_LOSS, SAME_TIME = 3, 0.03      # a second full run: standard deviations of the loss, share of the time
+# Without these a log's times, its process and its data cannot be held against anything.
+ORIGIN, STAMPS = ("host", "process"), ("began", "ended", "paused_s")
 CLASSES = {"at most 0.3 G": 300_000_000, "at most 65 G": 65_000_000_000}    # parameters in n-gram tables
 
 
@@ -31,6 +33,9 @@ def table_class(header: dict) -> str:
 def check_rules(data: dict, runs: list[Run], second: Run | None) -> list[str]:
     """The rules that a record breaks. `data`: its record.json, as the logs give it."""
     problems = []
+    for run in [*runs, *filter(None, [second])]:
+        if silent := [name for name in (*ORIGIN, *STAMPS, "data") if name not in run.header | run.summary]:
+            problems.append(f"{run.label} does not say {', '.join(silent)}")
     if any(run.header["dirty"] is not False for run in runs):
         problems.append("its runs had changes that are not in their commit; commit first, then run")
     if both := sorted(set(data["seeds"]) & set(data["chosen_with"])):
