@@ -19,6 +19,7 @@ from records.tools.check import check
 from records.tools.compare import compare, compare_text
 from records.tools.logs import find_logs, read_logs
 from records.tools.record import NEWER_FIELDS, RECORDS, create, folders, load, load_all
+from records.tools.rules import CORPUS_RUN
 from records.tools.schema import RecordError
 from tests.synthetic import SOURCES, command, commit_sources, git, write_run
 
@@ -259,17 +260,19 @@ def test_an_old_record_may_name_another_commit_than_its_logs(root, first):
 # The rules for new records
 
 def corpus_runs(root: Path, name: str, seeds: range, clean: float = 3.568,
-                texts: tuple = ("clean", "fineweb"), **particulars) -> list:
+                texts: tuple = ("clean", "fineweb"), facts: dict = CORPUS_RUN, preset: str = "corpus",
+                **particulars) -> list:
     """Finished runs on the corpus, scored on other texts, each half a minute after the one before."""
-    commit, settings = git(root.parent, "rev-parse", "HEAD"), {"ngram_rows": 2 ** 21, "head_dim": 128}
-    header = {"preset": "corpus", "commit": commit, "host": "a", "process": seeds[0]}
+    settings = {"ngram_rows": 2 ** 21, "head_dim": 128, "val_tokens": facts["val_tokens"], "runs": len(seeds)}
+    header = {"preset": preset, "commit": git(root.parent, "rev-parse", "HEAD"), "process": seeds[0],
+              "target": facts["target"]}
     for seed in seeds:
         log = write_run(root / "runs", name, seed, header=header, settings=settings, **particulars)
         *lines, summary = [json.loads(line) for line in log.read_text().splitlines()]
-        score = {"kind": "score", "loss": clean, "tokens": 9, "sha256": "x"}
-        lines += [score | {"text": text} for text in texts]
+        lines += [{"kind": "score", "text": text, "loss": clean} | facts["texts"][text] for text in texts]
         began = 1e9 + 30 * seed
-        summary |= {"began": began, "ended": began + summary["time_s"] + 2.0, "paused_s": 2.0}
+        summary |= {"began": began, "ended": began + summary["time_s"] + 2.0, "paused_s": 2.0,
+                    "data": facts["data"]}
         log.write_text("".join(json.dumps(line) + "\n" for line in [*lines, summary]))
     return read_logs([root / "runs" / f"*-{name}"])
 
@@ -306,6 +309,50 @@ def test_a_record_on_the_corpus_is_refused(root, particulars, second, problem):
     other = corpus_runs(root, "again", range(20, 21), **second)[0] if second is not None else None
     with pytest.raises(RecordError, match=re.escape(problem)):
         create(runs, root, "corpus", WORDS, second=other)
+
+
+OTHER_TEXT = {"tokens": 1000, "sha256": "x"}
+
+
+@pytest.mark.parametrize("facts, where", [
+    ({"target": 4.0}, "target (3.28 / 4.0)"),
+    ({"val_tokens": 1000}, "val_tokens (10485760 / 1000)"),
+    ({"data": CORPUS_RUN["data"] | {"train": "x"}}, "data.train ("),
+    ({"data": CORPUS_RUN["data"] | {"val": "x"}}, "data.val ("),
+    ({"texts": CORPUS_RUN["texts"] | {"clean": OTHER_TEXT}}, "texts.clean.sha256 ("),
+    ({"texts": CORPUS_RUN["texts"] | {"fineweb": OTHER_TEXT}}, "texts.fineweb.tokens (561000 / 1000)"),
+])
+def test_a_record_on_the_corpus_is_held_against_its_texts(root, facts, where):
+    """Every run is, the second full run too."""
+    runs, second = (corpus_runs(root, name, seeds, facts=CORPUS_RUN | facts)
+                    for name, seeds in (("corpus", range(5, 10)), ("again", range(20, 21))))
+    with pytest.raises(RecordError) as refusal:
+        create(runs, root, "corpus", WORDS, second=second[0])
+    rules = [text for text in str(refusal.value).split("; ") if "the rules of the corpus" in text]
+    assert len(rules) == 6 and all(where in text for text in rules)
+
+
+def test_the_corpus_is_known_by_its_text_whatever_the_preset(root):
+    runs, second = (corpus_runs(root, name, seeds, clean=3.58, preset="mine")
+                    for name, seeds in (("corpus", range(5, 10)), ("again", range(20, 21))))
+    with pytest.raises(RecordError, match="mean loss on clean is 3.5800, above"):
+        create(runs, root, "corpus", WORDS, second=second[0])
+
+
+@pytest.mark.parametrize("left, problem", [
+    (slice(1, None), r"its process made 6 runs, and here are those of seeds \[6, 7, 8, 9, 10\]"),
+    (slice(0, 6, 5), r"and here are those of seeds \[5, 10\]"),
+])
+def test_no_run_of_a_process_is_left_out(root, left, problem):
+    runs, second = corpus_runs(root, "corpus", range(5, 11)), corpus_runs(root, "again", range(20, 21))[0]
+    with pytest.raises(RecordError, match=problem):
+        create(runs[left], root, "corpus", WORDS, second=second)
+
+
+def test_a_record_on_the_corpus_has_five_runs(root):
+    runs, second = corpus_runs(root, "corpus", range(5, 9)), corpus_runs(root, "again", range(20, 21))[0]
+    with pytest.raises(RecordError, match="4 runs; a record on the corpus has at least 5"):
+        create(runs, root, "corpus", WORDS, second=second)
 
 
 def test_the_second_run_is_another_process_and_seed(root):
