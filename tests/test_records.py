@@ -303,6 +303,7 @@ def test_a_record_on_the_corpus_holds_three_texts_and_a_second_run(root):
     ({}, {"pace_ms": 31.2}, "takes 3.42 s, more than 3%"),
     ({}, {"level": 3.285}, "more than 3 standard deviations"),
     ({}, {"steps": 63}, "the second full run differs in steps"),
+    ({}, {"facts": CORPUS_RUN | {"data": {"train": "x", "val": "x"}}}, "the second full run differs in data"),
 ])
 def test_a_record_on_the_corpus_is_refused(root, particulars, second, problem):
     runs = corpus_runs(root, "corpus", range(5, 10), **particulars)

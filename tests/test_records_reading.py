@@ -100,6 +100,16 @@ def test_runs_that_do_not_belong_together_are_refused(root, particulars, message
         pool.summarize(read_logs([root / "runs"]))
 
 
+def test_runs_on_different_data_are_refused(root):
+    """An unfinished run does not say yet what its data was."""
+    log = write_run(root / "runs", seed=9)
+    log.write_text(log.read_text().replace('"val": "x"', '"val": "y"'))
+    with pytest.raises(RecordError, match=r"differ in data\.val \(x / y\)"):
+        pool.summarize(read_logs([root / "runs"]))
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    pool.require_one_configuration(read_logs([root / "runs"]), "the runs")
+
+
 def test_runs_of_several_machines_are_pointed_out(root):
     write_run(root / "runs", seed=9, header={"driver": "590.1"})
     assert "driver (580.95 / 590.1)" in " ".join(pool.summarize(read_logs([root / "runs"]))["notes"])

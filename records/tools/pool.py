@@ -52,13 +52,16 @@ def require_one_configuration(runs: list[Run], what: str) -> None:
 def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:
     """Setting -> (in a, in b) where two runs differ, seed and name aside; "sources" where their code does.
 
-    Of a foreign log against ours only what both say, and that one is foreign.
+    Of a foreign log against ours only what both say, and that one is foreign. The fingerprints of the data
+    count only where both logs tell them: the first logs did not, and an unfinished one does not yet.
     """
     ignored = frozenset(key for key in flatten(a.header["config"]) if last_part(key) in NOT_CONFIGURATION)
     fields = ("preset", "world_size", "attention", "fp8", "target", "sources")
     found = (differences(a.header["config"], b.header["config"], ignored)
              | differences({key: a.header.get(key) for key in fields},
                            {key: b.header.get(key) for key in fields}))
+    data = differences(*({"data": (run.summary or {}).get("data", {})} for run in (a, b)))
+    found |= {key: pair for key, pair in data.items() if None not in pair}
     if a.foreign == b.foreign:
         return found
     both = {key: pair for key, pair in found.items() if None not in pair}
