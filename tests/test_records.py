@@ -356,6 +356,16 @@ def test_a_record_on_the_corpus_has_five_runs(root):
         create(runs, root, "corpus", WORDS, second=second)
 
 
+def test_a_record_on_the_corpus_says_which_seeds_chose(root, capsys):
+    corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))
+    [second] = find_logs(root / "runs" / "*-again")
+    words = ["--records", root, "new", root / "runs" / "*-corpus", "--name", "a", "--title", "A", "--second",
+             second]
+    assert command(*words) == 2 and "--chosen-with is missing" in capsys.readouterr().err
+    assert command(*words, "--chosen-with") == 0
+    assert load(root / "2026-11-21_a").data["chosen_with"] == []
+
+
 def test_the_second_run_is_another_process_and_seed(root):
     runs = corpus_runs(root, "corpus", range(5, 10))
     with pytest.raises(RecordError, match="needs a process and a seed of its own"):
@@ -369,7 +379,7 @@ def test_the_second_run_is_another_process_and_seed(root):
 ])
 def test_a_clock_that_other_stamps_contradict(root, fault, problem):
     runs, second = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))[0]
-    folder = create(runs, root, "corpus", WORDS, "x", "y", second)
+    folder = create(runs, root, "corpus", WORDS | {"chosen_with": []}, "x", "y", second)
     log = find_logs(folder / "runs")[3]
     *lines, summary = [json.loads(line) for line in gzip.decompress(log.read_bytes()).splitlines()]
     fault(summary)
