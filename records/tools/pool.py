@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from dataclasses import asdict
 
+from records.tools.classes import table_class
 from records.tools.schema import RecordError, Run, differences, flatten, last_part
 from records.tools.stats import SIGNIFICANCE, describe, more_runs, p_below, verdict
 
@@ -107,7 +108,7 @@ def summarize(runs: list[Run], target: float | None = None) -> dict:
         notes.append("the runs' environments differ, so their times are not comparable: "
                      + list_clashes(next(filter(None, machines))))
     return {"n": len(runs), "seeds": [run.seed for run in runs], "target": target, "losses": losses,
-            "scores": mean_scores(runs),
+            "scores": mean_scores(runs), "class": table_class(runs[0].header),
             "times_s": times, "loss": asdict(describe(losses)), "time_s": asdict(describe(times)),
             "p": p_below(losses, target), "significance": SIGNIFICANCE,
             "more_runs": more_runs(losses, target), "verdict": verdict(losses, target), "notes": notes}
@@ -147,6 +148,7 @@ def summary_text(summary: dict) -> str:
         p = f"p = {summary['p']:.2g} (one-sided t-test of \"the mean is above the target\")"
     seeds = ", ".join("?" if seed is None else str(seed) for seed in summary["seeds"])
     lines = [f"n        {summary['n']} (seeds {seeds})",
+             f"class    {summary['class']}",
              f"loss     {spread_text(summary['loss'], 4, 'nats/token')}",
              f"time     {spread_text(summary['time_s'], 3, 's')}",
              f"scored   {scores_text(summary['scores'])}",

@@ -19,10 +19,11 @@ from pathlib import Path
 from data.shards import whole_file
 from records.run.sources import hash_sources
 from records.tools import markdown
+from records.tools.classes import table_class, table_parameters
 from records.tools.history import NoHistory, sources_at
 from records.tools.logs import find_logs, read_bytes, read_log
 from records.tools.pool import common_texts, require_sample, scores_text, summarize
-from records.tools.rules import check_rules, is_corpus, table_class, table_parameters
+from records.tools.rules import check_rules, is_corpus
 from records.tools.schema import NUMBER, PACKED, RecordError, Run, check_fields, flatten
 from records.tools.stats import SIGNIFICANCE, describe
 

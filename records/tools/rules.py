@@ -3,7 +3,7 @@
 Records of schema 2 were made before these rules. They keep their numbers and were scored on one text.
 """
 from records.tools.pool import configuration_differences, list_clashes
-from records.tools.schema import Run, differences, flatten
+from records.tools.schema import Run, differences
 from records.tools.stats import SIGNIFICANCE, TARGET
 
 # The corpus's training text repeats passages of its validation text, which flatters n-gram tables. So a
@@ -24,22 +24,6 @@ FEWER_RUNS = {"9da474370d37c64dffe50549d8618f3ceb184961"}   # One record, of fou
 SAME_LOSS, SAME_TIME = 3, 0.03      # a second full run: standard deviations of the loss, share of the time
 # Without these a log's times, its process and its data cannot be held against anything.
 ORIGIN, STAMPS = ("host", "process"), ("began", "ended", "paused_s")
-CLASSES = {"at most 0.3 G": 300_000_000, "at most 65 G": 65_000_000_000}    # parameters in n-gram tables
-
-
-def table_parameters(header: dict) -> int:
-    """Parameters of the n-gram table. Of a log that does not name its length: all parameters."""
-    config = flatten(header["config"])
-    if not {"ngram_rows", "head_dim"} <= config.keys():
-        return header["parameters"]
-    return config["ngram_rows"] * config["head_dim"]
-
-
-def table_class(header: dict) -> str:
-    """The smallest class by table parameters that a run belongs to; it names retrieval, if that was on."""
-    count = table_parameters(header)
-    name = next((name for name, most in CLASSES.items() if count <= most), "open")
-    return name + " + retrieval" * bool(header["config"].get("retrieval"))
 
 
 def check_rules(data: dict, runs: list[Run], second: Run | None) -> list[str]:
