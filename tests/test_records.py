@@ -152,6 +152,7 @@ def change_byte(log: Path, at: int) -> None:
     (lambda f: change_log(f, r'("step": 7, "loss": )\d+.\d+', r"\1NaN"), "a step's loss is not"),
     (lambda f: change_log(f, r'"time_s": \d+.\d+', '"time_s": NaN'), "a validation's time_s is not"),
     (lambda f: change_log(f, r'"p50": \d+.\d+', '"p50": NaN'), "the summary's p50 is not"),
+    (lambda f: change_log(f, r'"p50": \d+.\d+', f'"p50": {-10 ** 400}'), "the summary's p50 is not"),
     (lambda f: change_log(f, r'"peak_memory_bytes": \d+', '"peak_memory_bytes": -5'),
      "the summary's peak_memory_bytes is not a finite number of at least 0"),
     (lambda f: change_log(f, r'"began": 1\d+.0', '"began": -Infinity'), "the summary's began is not"),

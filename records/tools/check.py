@@ -169,7 +169,7 @@ def check_numbers(run: Run) -> list[str]:
              "the summary's": run.summary | run.summary["step_ms"]}
     return [f"{kind} {name} is not a finite number of at least 0" for kind, values in kinds.items()
             for name, value in values.items() if isinstance(value, NUMBER | np.ndarray)
-            and not (np.isfinite(value) & np.greater_equal(value, 0)).all()]
+            and not np.all((value >= 0) & (value < math.inf))]
 
 
 def check_stamps(run: Run) -> list[str]:
