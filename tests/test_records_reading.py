@@ -188,6 +188,8 @@ def test_stopped_log(root):
     (lambda lines: [lines[0].replace('"preset": "made-up"', '"preset": null')],
      "needs 'preset' as str, found None"),
     (lambda lines: [lines[0], '{"kind": "other"}'], "kind 'other'"),
+    (lambda lines: [*lines[:-1], lines[-1].replace('"train": "x"', '"a": {' * 9 + '"b": 1' + "}" * 9)],
+     "nested more than 8 deep"),
 ])
 def test_malformed_logs(root, change, message):
     log = find_logs(root / "runs")[0]

@@ -160,6 +160,8 @@ def check_line(line: dict, where: str, first: bool) -> None:
     check_fields(line, LINES[kind] | later, f"{where}: {kind} line")
     if kind == "header":
         check_header(line, where)
+    if kind == "summary":
+        flatten(line.get("data", {}))
     if kind == "step":
         check_fields(SCHEDULE | line, {"momentum": NUMBER, "windows": list}, f"{where}: step line")
         if len(line.get("windows", SCHEDULE["windows"])) != 2:
