@@ -92,8 +92,9 @@ def add_actions(command: Callable) -> None:
     sub.add_argument("--contributors", nargs="+", default=[], metavar="WHO")
     sub.add_argument("--parent", metavar="RECORD", help="name of the record folder that this one builds on")
     sub.add_argument("--second", metavar="LOG", help="of one more full run, of another process and seed")
-    sub.add_argument("--chosen-with", nargs="+", type=int, default=[], metavar="SEED",
-                     help="seeds that chose a setting or the number of steps")
+    sub.add_argument("--chosen-with", nargs="*", type=int, metavar="SEED",
+                     help="seeds that chose a setting or the number of steps; none after it: no seed did "
+                          "(the corpus's records have to say)")
     sub.add_argument("--changed", default="", metavar="TEXT",
                      help="what changed (or write it into its README.md)")
     sub.add_argument("--why", default="", metavar="TEXT", help="why it works")

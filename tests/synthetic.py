@@ -110,7 +110,7 @@ def made_up_header(name: str, seed: int, run: MadeUp) -> dict:
             "command": run.command or ["train_gpt.py", "--seed", str(seed), "--name", name],
             "driver": "580.95", "versions": versions, "commit": "0fbd1fe", "dirty": False,
             "sources": hash_sources(run.sources), "attention": "varlen", "fp8": True,
-            "parameters": 275_000_000}
+            "parameters": 275_000_000, "host": "a", "process": 1000 + seed}
 
 
 def made_up_lines(name: str, seed: int, run: MadeUp) -> list[dict]:
@@ -133,7 +133,8 @@ def made_up_lines(name: str, seed: int, run: MadeUp) -> list[dict]:
     quantiles = dict(zip(("p50", "p95", "max"), np.quantile(times, (0.5, 0.95, 1.0)).tolist()))
     lines.append({"kind": "summary", "steps": run.steps, "time_s": time_s, "loss": lines[-1]["loss"],
                   "tokens": tokens, "tokens_per_s": tokens / time_s, "step_ms": quantiles,
-                  "peak_memory_bytes": 33 << 30, "startup_s": 41.0, "compile_s": 28.5})
+                  "peak_memory_bytes": 33 << 30, "startup_s": 41.0, "compile_s": 28.5,
+                  "began": 1e9, "ended": 1e9 + time_s, "paused_s": 0.0, "data": {"train": "x", "val": "x"}})
     return lines
 
 

@@ -19,6 +19,7 @@ from records.tools.check import check
 from records.tools.compare import compare, compare_text
 from records.tools.logs import find_logs, read_logs
 from records.tools.record import NEWER_FIELDS, RECORDS, create, folders, load, load_all
+from records.tools.rules import CORPUS_RUN
 from records.tools.schema import RecordError
 from tests.synthetic import SOURCES, command, commit_sources, git, write_run
 
@@ -145,6 +146,20 @@ def change_byte(log: Path, at: int) -> None:
      "ran in different environments: driver"),
     (lambda f: change_log(f, r'"ms": \d+', '"ms": 999'), "work ran outside the clock"),
     (lambda f: change_log(f, r'"ms": \d+.\d+', '"ms": 0.0'), "a step took no tokens or no time"),
+    (lambda f: change_log(f, r'"ms": \d+.\d+', '"ms": NaN'), "a step's ms is not a finite number"),
+    (lambda f: change_log(f, r'"lr": \d+.\d+(, "mom)', r'"lr": Infinity\1'), "a step's lr is not a finite"),
+    (lambda f: change_log(f, r'"momentum": \d+.\d+', '"momentum": NaN'), "a step's momentum is not"),
+    (lambda f: change_log(f, r'("step": 7, "loss": )\d+.\d+', r"\1NaN"), "a step's loss is not"),
+    (lambda f: change_log(f, r'"time_s": \d+.\d+', '"time_s": NaN'), "a validation's time_s is not"),
+    (lambda f: change_log(f, r'"p50": \d+.\d+', '"p50": NaN'), "the summary's p50 is not"),
+    (lambda f: change_log(f, r'"p50": \d+.\d+', f'"p50": {-10 ** 400}'), "the summary's p50 is not"),
+    (lambda f: change_log(f, r'"peak_memory_bytes": \d+', '"peak_memory_bytes": -5'),
+     "the summary's peak_memory_bytes is not a finite number of at least 0"),
+    (lambda f: change_log(f, r'"began": 1\d+.0', '"began": -Infinity'), "the summary's began is not"),
+    (lambda f: change_log(f, r'"began": 1\d+.0, ', ""), "does not say began"),
+    (lambda f: change_log(f, r'"ended": [\d.]+, "paused_s": 0.0, ', ""), "does not say ended, paused_s"),
+    (lambda f: change_log(f, r', "host": "a", "process": \d+', ""), "does not say host, process"),
+    (lambda f: change_log(f, r', "data": {.*?}', ""), "does not say data"),
     (lambda f: change_log(f, r'("kind": "summary")', r'\1, "changed_shards": ["x"]'),
      "not those of their manifest"),
     (lambda f: change_log(f, r'.*"kind": "step", "step": 7,.*\n', ""), "do not count 1 to 60"),
@@ -157,6 +172,19 @@ def test_check_finds_damage(first, damage, problem):
     damage(first)
     problems, _ = check(first)
     assert any(problem in found for found in problems), problems
+
+
+def test_a_score_that_is_no_number_ends_the_check_of_its_own_record_alone(root, first, capsys):
+    second = add_second(root)
+    for log in find_logs(first):
+        text = gzip.decompress(log.read_bytes()).decode()
+        score = '{"kind": "score", "text": "clean", "loss": NaN, "tokens": 9, "sha256": "x"}\n'
+        text = text.replace('{"kind": "summary"', score + '{"kind": "summary"')
+        log.write_bytes(gzip.compress(text.encode()))
+    assert command("--records", root, "check") == 1
+    printed = capsys.readouterr().out
+    assert f"{first.name}: NOT VALID\n  problem: value 1 of 5 is not finite" in printed
+    assert f"{second.name}: ok" in printed
 
 
 def test_one_run_says_so(root, capsys):
@@ -233,17 +261,19 @@ def test_an_old_record_may_name_another_commit_than_its_logs(root, first):
 # The rules for new records
 
 def corpus_runs(root: Path, name: str, seeds: range, clean: float = 3.568,
-                texts: tuple = ("clean", "fineweb"), **particulars) -> list:
+                texts: tuple = ("clean", "fineweb"), facts: dict = CORPUS_RUN, preset: str = "corpus",
+                **particulars) -> list:
     """Finished runs on the corpus, scored on other texts, each half a minute after the one before."""
-    commit, settings = git(root.parent, "rev-parse", "HEAD"), {"ngram_rows": 2 ** 21, "head_dim": 128}
-    header = {"preset": "corpus", "commit": commit, "host": "a", "process": seeds[0]}
+    settings = {"ngram_rows": 2 ** 21, "head_dim": 128, "val_tokens": facts["val_tokens"], "runs": len(seeds)}
+    header = {"preset": preset, "commit": git(root.parent, "rev-parse", "HEAD"), "process": seeds[0],
+              "target": facts["target"]}
     for seed in seeds:
         log = write_run(root / "runs", name, seed, header=header, settings=settings, **particulars)
         *lines, summary = [json.loads(line) for line in log.read_text().splitlines()]
-        score = {"kind": "score", "loss": clean, "tokens": 9, "sha256": "x"}
-        lines += [score | {"text": text} for text in texts]
+        lines += [{"kind": "score", "text": text, "loss": clean} | facts["texts"][text] for text in texts]
         began = 1e9 + 30 * seed
-        summary |= {"began": began, "ended": began + summary["time_s"] + 2.0, "paused_s": 2.0}
+        summary |= {"began": began, "ended": began + summary["time_s"] + 2.0, "paused_s": 2.0,
+                    "data": facts["data"]}
         log.write_text("".join(json.dumps(line) + "\n" for line in [*lines, summary]))
     return read_logs([root / "runs" / f"*-{name}"])
 
@@ -274,12 +304,67 @@ def test_a_record_on_the_corpus_holds_three_texts_and_a_second_run(root):
     ({}, {"pace_ms": 31.2}, "takes 3.42 s, more than 3%"),
     ({}, {"level": 3.285}, "more than 3 standard deviations"),
     ({}, {"steps": 63}, "the second full run differs in steps"),
+    ({}, {"facts": CORPUS_RUN | {"data": {"train": "x", "val": "x"}}}, "the second full run differs in data"),
 ])
 def test_a_record_on_the_corpus_is_refused(root, particulars, second, problem):
     runs = corpus_runs(root, "corpus", range(5, 10), **particulars)
     other = corpus_runs(root, "again", range(20, 21), **second)[0] if second is not None else None
     with pytest.raises(RecordError, match=re.escape(problem)):
         create(runs, root, "corpus", WORDS, second=other)
+
+
+OTHER_TEXT = {"tokens": 1000, "sha256": "x"}
+
+
+@pytest.mark.parametrize("facts, where", [
+    ({"target": 4.0}, "target (3.28 / 4.0)"),
+    ({"val_tokens": 1000}, "val_tokens (10485760 / 1000)"),
+    ({"data": CORPUS_RUN["data"] | {"train": "x"}}, "data.train ("),
+    ({"data": CORPUS_RUN["data"] | {"val": "x"}}, "data.val ("),
+    ({"texts": CORPUS_RUN["texts"] | {"clean": OTHER_TEXT}}, "texts.clean.sha256 ("),
+    ({"texts": CORPUS_RUN["texts"] | {"fineweb": OTHER_TEXT}}, "texts.fineweb.tokens (561000 / 1000)"),
+])
+def test_a_record_on_the_corpus_is_held_against_its_texts(root, facts, where):
+    """Every run is, the second full run too."""
+    runs, second = (corpus_runs(root, name, seeds, facts=CORPUS_RUN | facts)
+                    for name, seeds in (("corpus", range(5, 10)), ("again", range(20, 21))))
+    with pytest.raises(RecordError) as refusal:
+        create(runs, root, "corpus", WORDS, second=second[0])
+    rules = [text for text in str(refusal.value).split("; ") if "the rules of the corpus" in text]
+    assert len(rules) == 6 and all(where in text for text in rules)
+
+
+def test_the_corpus_is_known_by_its_text_whatever_the_preset(root):
+    runs, second = (corpus_runs(root, name, seeds, clean=3.58, preset="mine")
+                    for name, seeds in (("corpus", range(5, 10)), ("again", range(20, 21))))
+    with pytest.raises(RecordError, match="mean loss on clean is 3.5800, above"):
+        create(runs, root, "corpus", WORDS, second=second[0])
+
+
+@pytest.mark.parametrize("left, problem", [
+    (slice(1, None), r"its process made 6 runs, and here are those of seeds \[6, 7, 8, 9, 10\]"),
+    (slice(0, 6, 5), r"and here are those of seeds \[5, 10\]"),
+])
+def test_no_run_of_a_process_is_left_out(root, left, problem):
+    runs, second = corpus_runs(root, "corpus", range(5, 11)), corpus_runs(root, "again", range(20, 21))[0]
+    with pytest.raises(RecordError, match=problem):
+        create(runs[left], root, "corpus", WORDS, second=second)
+
+
+def test_a_record_on_the_corpus_has_five_runs(root):
+    runs, second = corpus_runs(root, "corpus", range(5, 9)), corpus_runs(root, "again", range(20, 21))[0]
+    with pytest.raises(RecordError, match="4 runs; a record on the corpus has at least 5"):
+        create(runs, root, "corpus", WORDS, second=second)
+
+
+def test_a_record_on_the_corpus_says_which_seeds_chose(root, capsys):
+    corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))
+    [second] = find_logs(root / "runs" / "*-again")
+    words = ["--records", root, "new", root / "runs" / "*-corpus", "--name", "a", "--title", "A", "--second",
+             second]
+    assert command(*words) == 2 and "--chosen-with is missing" in capsys.readouterr().err
+    assert command(*words, "--chosen-with") == 0
+    assert load(root / "2026-11-21_a").data["chosen_with"] == []
 
 
 def test_the_second_run_is_another_process_and_seed(root):
@@ -295,7 +380,7 @@ def test_the_second_run_is_another_process_and_seed(root):
 ])
 def test_a_clock_that_other_stamps_contradict(root, fault, problem):
     runs, second = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))[0]
-    folder = create(runs, root, "corpus", WORDS, "x", "y", second)
+    folder = create(runs, root, "corpus", WORDS | {"chosen_with": []}, "x", "y", second)
     log = find_logs(folder / "runs")[3]
     *lines, summary = [json.loads(line) for line in gzip.decompress(log.read_bytes()).splitlines()]
     fault(summary)

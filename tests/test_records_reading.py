@@ -8,6 +8,7 @@ import pytest
 from scipy import stats as scipy_stats
 
 from records.tools import pool, stats
+from records.tools.classes import table_class
 from records.tools.logs import find_logs, read_log, read_logs
 from records.tools.schema import RecordError
 from tests.synthetic import SOURCES, command, foreign_log, write_run
@@ -100,9 +101,46 @@ def test_runs_that_do_not_belong_together_are_refused(root, particulars, message
         pool.summarize(read_logs([root / "runs"]))
 
 
+def test_runs_on_different_data_are_refused(root):
+    """An unfinished run does not say yet what its data was."""
+    log = write_run(root / "runs", seed=9)
+    log.write_text(log.read_text().replace('"val": "x"', '"val": "y"'))
+    with pytest.raises(RecordError, match=r"differ in data\.val \(x / y\)"):
+        pool.summarize(read_logs([root / "runs"]))
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    pool.require_one_configuration(read_logs([root / "runs"]), "the runs")
+
+
 def test_runs_of_several_machines_are_pointed_out(root):
     write_run(root / "runs", seed=9, header={"driver": "590.1"})
     assert "driver (580.95 / 590.1)" in " ".join(pool.summarize(read_logs([root / "runs"]))["notes"])
+
+
+# Classes by the n-gram table
+
+@pytest.mark.parametrize("most, above, below", [(300_000_000, "at most 65 G", "at most 0.3 G"),
+                                                (65_000_000_000, "open", "at most 65 G")])
+def test_the_classes_and_their_limits(most, above, below):
+    """A table of as many parameters as the limit is within it, and one row more is not."""
+    width = 128
+    for rows, expected in ((most // width, below), (most // width + 1, above), (most // width - 1, below)):
+        header = {"config": {"ngram_rows": rows, "head_dim": width}, "parameters": 1}
+        assert table_class(header) == expected
+    assert most % width == 0
+    assert table_class({"config": {}, "parameters": most}) == below
+    assert table_class({"config": {"retrieval": 4}, "parameters": most + 1}) == above + " + retrieval"
+    assert table_class({"config": {}}) == "unknown"
+
+
+def test_stats_and_compare_print_the_class(root, tmp_path, capsys):
+    write_run(tmp_path / "other", settings={"ngram_rows": 2 ** 28, "head_dim": 128})
+    assert command("stats", root / "runs") == command("compare", root / "runs", tmp_path / "other") == 0
+    printed = capsys.readouterr().out
+    assert "\nclass    at most 0.3 G\n" in printed
+    assert f"A = {root / 'runs'} (class: at most 0.3 G)\n" in printed
+    assert f"B = {tmp_path / 'other'} (class: at most 65 G)\n" in printed
+    assert command("stats", foreign_log(tmp_path, "foreign")) == 0
+    assert "\nclass    unknown\n" in capsys.readouterr().out
 
 
 # Logs
@@ -150,6 +188,8 @@ def test_stopped_log(root):
     (lambda lines: [lines[0].replace('"preset": "made-up"', '"preset": null')],
      "needs 'preset' as str, found None"),
     (lambda lines: [lines[0], '{"kind": "other"}'], "kind 'other'"),
+    (lambda lines: [*lines[:-1], lines[-1].replace('"train": "x"', '"a": {' * 9 + '"b": 1' + "}" * 9)],
+     "nested more than 8 deep"),
 ])
 def test_malformed_logs(root, change, message):
     log = find_logs(root / "runs")[0]

@@ -13,8 +13,8 @@ from kernels.ranks.collectives import Collectives
 from kernels.retrieval import Guesses, near_guesses, suffix_keys
 from kernels.sequence import starts
 from records.run.settings import UserError, change
+from records.tools.classes import table_class
 from records.tools.logs import read_log
-from records.tools.rules import table_class
 
 CPU = torch.device("cpu")
 LENGTHS = 1, 3, 5

@@ -27,7 +27,10 @@ from kernels.ranks.collectives import RankError, with_others
 from kernels.ranks.watchdog import Watchdog
 rank = int(sys.argv[1])
 watchdog = Watchdog(rank, 3, patience=600.0, silence=3.0)
-watchdog.on_loss = lambda reason: print("noted:", reason, flush=True)
+def on_loss(reason):
+    print("noted:", reason, flush=True)
+    raise OSError("the disk is full")
+watchdog.on_loss = on_loss
 print("begun", flush=True)
 if rank == 2:
     time.sleep(2)
@@ -61,8 +64,18 @@ def test_a_stopped_rank_ends_the_others(ranks):
     assert ranks[0].wait(15) == 2
     reason = f"rank 1 (process {ranks[1].pid} on "
     assert f"noted: {reason}" in ranks[0].stdout.read()
-    assert f"train_gpt.py: {reason}" in ranks[0].stderr.read()
+    errors = ranks[0].stderr.read()
+    assert f"train_gpt.py: {reason}" in errors
+    assert "the disk is full" in errors                 # It ends although the log cannot be written.
     assert ranks[1].wait(5) == -signal.SIGKILL
+
+
+def test_a_lost_rank_that_is_no_more_ends_the_others(ranks):
+    """Its number is no process's, as where another rank has killed it and its parent has taken note."""
+    assert [process.stdout.readline() for process in ranks] == ["begun\n"] * 3
+    ranks[1].kill()
+    ranks[1].wait()
+    assert ranks[0].wait(20) == 2
 
 
 HANG = """

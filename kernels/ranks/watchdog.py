@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -149,16 +150,21 @@ class Watchdog:
         names = " and ".join(f"rank {rank} (process {process} on {host})"
                              for rank, (host, process) in zip(lost, processes))
         reason = before + names + after
-        self.on_loss(reason)
-        # Every rank notices. The first of those that are left says it.
-        if self.rank == min({*range(self.size)}.difference(lost)):
-            print(f"\ntrain_gpt.py: {reason}", file=sys.stderr, flush=True)
-        # All notice within two seconds. Rank 0 ends first: it would take another one's end for the reason.
-        time.sleep(4 if self.rank else 2)
-        for host, process in processes:
-            if host == socket.gethostname():
-                os.kill(int(process), signal.SIGKILL)
-        os._exit(2)
+        try:
+            # Every rank notices. The first of those that are left says it, before `on_loss` may fail.
+            if self.rank == min({*range(self.size)}.difference(lost)):
+                print(f"\ntrain_gpt.py: {reason}", file=sys.stderr, flush=True)
+            self.on_loss(reason)
+        except Exception as error:
+            print(f"train_gpt.py: {error}", file=sys.stderr, flush=True)
+        finally:
+            # All notice within two seconds. Rank 0 ends first: it would take another's end for the reason.
+            time.sleep(4 if self.rank else 2)
+            for host, process in processes:
+                if host == socket.gethostname():
+                    with suppress(ProcessLookupError):      # Another rank has killed it already.
+                        os.kill(int(process), signal.SIGKILL)
+            os._exit(2)
 
     def close(self) -> None:
         """This rank ends as it should: the others need not miss it."""

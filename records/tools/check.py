@@ -2,6 +2,8 @@
 import math
 from pathlib import Path
 
+import numpy as np
+
 from records.run.sources import hash_sources
 from records.tools import markdown
 from records.tools.history import NoHistory
@@ -16,7 +18,7 @@ from records.tools.record import (
     result_table,
     significance_line,
 )
-from records.tools.rules import check_rules, origin
+from records.tools.rules import STAMPS, check_rules, origin
 from records.tools.schema import NUMBER, RecordError, Run
 
 # Of the time between validations: logs round, and a step's end is measured on the device.
@@ -29,9 +31,10 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
     try:
         record = load(folder)
         require_sample(record.runs)
+        true = record_data(record.runs, record.data, record.second)
     except RecordError as error:
         return [str(error)], []
-    first, true = record.runs[0], record_data(record.runs, record.data, record.second)
+    first = record.runs[0]
     problems = check_logs(record.data["runs"], true["runs"])
     if true["schema"] == RECORD_SCHEMA:
         problems += check_rules(true, record.runs, record.second)
@@ -129,7 +132,9 @@ def check_clock(run: Run) -> list[str]:
     """Broken clock rules: every step counted, inside the clock, and the totals those of the last step."""
     if "resumed" in run.header:
         return ["it went on from a checkpoint, so its clock has counted only the rest"]
-    steps, validations, summary, problems = run.steps, run.validations, run.summary, []
+    if problems := check_numbers(run):
+        return problems
+    steps, validations, summary = run.steps, run.validations, run.summary
     count = len(steps["step"])
     if list(steps["step"]) != list(range(1, count + 1)) or count != summary["steps"]:
         problems.append(f"{count} step lines do not count 1 to {summary['steps']}, the summary's steps")
@@ -158,10 +163,19 @@ def check_clock(run: Run) -> list[str]:
     return problems + check_stamps(run)
 
 
+def check_numbers(run: Run) -> list[str]:
+    """Numbers of a log that are not finite or below zero. NaN would pass every comparison of other checks."""
+    kinds = {"a step's": run.steps, "a validation's": run.validations, "the score on": run.scores,
+             "the summary's": run.summary | run.summary["step_ms"]}
+    return [f"{kind} {name} is not a finite number of at least 0" for kind, values in kinds.items()
+            for name, value in values.items() if isinstance(value, NUMBER | np.ndarray)
+            and not np.all((value >= 0) & (value < math.inf))]
+
+
 def check_stamps(run: Run) -> list[str]:
-    """Whether the clock agrees with the system's time at its start and its end."""
+    """Whether the clock agrees with the system's time at its start and its end, if the log tells it."""
     summary = run.summary
-    if "began" not in summary:
+    if not summary.keys() >= {*STAMPS}:
         return []
     wall = summary["ended"] - summary["began"] - summary["paused_s"]
     if abs(wall - summary["time_s"]) <= CLOCK_TOLERANCE * wall + STAMPS_TOLERANCE:
@@ -171,7 +185,8 @@ def check_stamps(run: Run) -> list[str]:
 
 def check_succession(runs: list[Run]) -> list[str]:
     """Whether runs of one process follow one another in the system's time."""
-    stamped = sorted((run for run in runs if "began" in run.summary), key=lambda run: run.summary["began"])
+    stamped = sorted((run for run in runs if run.summary.keys() >= {*STAMPS}),
+                     key=lambda run: run.summary["began"])
     return [f"{after.label} began before {before.label} of the same process had ended"
             for before, after in zip(stamped, stamped[1:])
             if origin(before) == origin(after) and after.summary["began"] < before.summary["ended"]]

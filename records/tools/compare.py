@@ -3,6 +3,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from records.tools.classes import table_class
 from records.tools.markdown import table
 from records.tools.pool import (
     NO_SEEDS,
@@ -19,7 +20,7 @@ from records.tools.stats import describe, welch
 
 def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> dict:
     """B against A, ready for JSON; differences are B - A. RecordError where runs may not be pooled."""
-    result = {"names": list(names), "notes": []}
+    result = {"names": list(names), "classes": [table_class(runs[0].header) for runs in (a, b)], "notes": []}
     for name, runs in zip(names, (a, b)):
         require_sample(runs, name)
     both = [run.label for run in a if run.sha256 in {other.sha256 for other in b}]
@@ -74,8 +75,9 @@ def difference_text(part: dict, digits: int, unit: str) -> str:
 
 
 def compare_text(result: dict) -> str:
-    a, b = result["names"]
-    lines = [f"A = {a}", f"B = {b}", "differences are B - A, by Welch's t-test (two-sided)", ""]
+    named = [f"{side} = {name} (class: {one})"
+             for side, name, one in zip("AB", result["names"], result["classes"])]
+    lines = [*named, "differences are B - A, by Welch's t-test (two-sided)", ""]
     for key, title, digits, unit in (("loss", "loss", 4, "nats/token"), ("time_s", "time", 3, "s")):
         part = result[key]
         lines += [f"{title}  A  n = {part['a']['n']}, {spread_text(part['a'], digits, unit)}",

@@ -110,6 +110,8 @@ def parse(contents: bytes, path: Path) -> Run:
         numbers.get(line["kind"], lines[line["kind"]]).append(line)
     run = Run(path, lines["header"][0], numbers["step"].arrays(), numbers["validation"].arrays(),
               scores={line["text"]: line["loss"] for line in lines["score"]},
+              texts={line["text"]: {key: line[key] for key in ("tokens", "sha256")}
+                     for line in lines["score"]},
               summary=next(iter(lines["summary"]), None), warnings=warnings)
     if lines["stopped"]:
         run.stopped = lines["stopped"][0]["reason"]
@@ -158,6 +160,8 @@ def check_line(line: dict, where: str, first: bool) -> None:
     check_fields(line, LINES[kind] | later, f"{where}: {kind} line")
     if kind == "header":
         check_header(line, where)
+    if kind == "summary":
+        flatten(line.get("data", {}))
     if kind == "step":
         check_fields(SCHEDULE | line, {"momentum": NUMBER, "windows": list}, f"{where}: step line")
         if len(line.get("windows", SCHEDULE["windows"])) != 2:

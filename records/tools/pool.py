@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from dataclasses import asdict
 
+from records.tools.classes import table_class
 from records.tools.schema import RecordError, Run, differences, flatten, last_part
 from records.tools.stats import SIGNIFICANCE, describe, more_runs, p_below, verdict
 
@@ -52,13 +53,16 @@ def require_one_configuration(runs: list[Run], what: str) -> None:
 def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:
     """Setting -> (in a, in b) where two runs differ, seed and name aside; "sources" where their code does.
 
-    Of a foreign log against ours only what both say, and that one is foreign.
+    Of a foreign log against ours only what both say, and that one is foreign. The fingerprints of the data
+    count only where both logs tell them: the first logs did not, and an unfinished one does not yet.
     """
     ignored = frozenset(key for key in flatten(a.header["config"]) if last_part(key) in NOT_CONFIGURATION)
     fields = ("preset", "world_size", "attention", "fp8", "target", "sources")
     found = (differences(a.header["config"], b.header["config"], ignored)
              | differences({key: a.header.get(key) for key in fields},
                            {key: b.header.get(key) for key in fields}))
+    data = differences(*({"data": (run.summary or {}).get("data", {})} for run in (a, b)))
+    found |= {key: pair for key, pair in data.items() if None not in pair}
     if a.foreign == b.foreign:
         return found
     both = {key: pair for key, pair in found.items() if None not in pair}
@@ -104,7 +108,7 @@ def summarize(runs: list[Run], target: float | None = None) -> dict:
         notes.append("the runs' environments differ, so their times are not comparable: "
                      + list_clashes(next(filter(None, machines))))
     return {"n": len(runs), "seeds": [run.seed for run in runs], "target": target, "losses": losses,
-            "scores": mean_scores(runs),
+            "scores": mean_scores(runs), "class": table_class(runs[0].header),
             "times_s": times, "loss": asdict(describe(losses)), "time_s": asdict(describe(times)),
             "p": p_below(losses, target), "significance": SIGNIFICANCE,
             "more_runs": more_runs(losses, target), "verdict": verdict(losses, target), "notes": notes}
@@ -144,6 +148,7 @@ def summary_text(summary: dict) -> str:
         p = f"p = {summary['p']:.2g} (one-sided t-test of \"the mean is above the target\")"
     seeds = ", ".join("?" if seed is None else str(seed) for seed in summary["seeds"])
     lines = [f"n        {summary['n']} (seeds {seeds})",
+             f"class    {summary['class']}",
              f"loss     {spread_text(summary['loss'], 4, 'nats/token')}",
              f"time     {spread_text(summary['time_s'], 3, 's')}",
              f"scored   {scores_text(summary['scores'])}",

@@ -19,10 +19,11 @@ from pathlib import Path
 from data.shards import whole_file
 from records.run.sources import hash_sources
 from records.tools import markdown
+from records.tools.classes import table_class, table_parameters
 from records.tools.history import NoHistory, sources_at
 from records.tools.logs import find_logs, read_bytes, read_log
 from records.tools.pool import common_texts, require_sample, scores_text, summarize
-from records.tools.rules import check_rules, table_class, table_parameters
+from records.tools.rules import check_rules, is_corpus
 from records.tools.schema import NUMBER, PACKED, RecordError, Run, check_fields, flatten
 from records.tools.stats import SIGNIFICANCE, describe
 
@@ -139,7 +140,7 @@ def record_data(runs: list[Run], written: dict, second: Run | None = None) -> di
     loss, time_s = summary["loss"], summary["time_s"]
     schema = written.get("schema", RECORD_SCHEMA)
     newer = {"scores": summary["scores"], "class": table_class(header),
-             "table_parameters": table_parameters(header), "chosen_with": written.get("chosen_with", []),
+             "table_parameters": table_parameters(header), "chosen_with": written.get("chosen_with") or [],
              "second": run_data(second, SECOND) if second else None} if schema == RECORD_SCHEMA else {}
     return {
         "schema": schema, **{key: written[key] for key in ("title", "date", "contributors", "parent")},
@@ -231,7 +232,11 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
         raise RecordError(f"parent {written['parent']!r}: no record of that name; there are: "
                           f"{', '.join(path.name for path in folders(root)) or 'none'}")
     data = record_data(runs, written, second)
-    if broken := check_rules(data, runs, second):
+    broken = check_rules(data, runs, second)
+    if written.get("chosen_with") is None and is_corpus(runs[0]):
+        broken.append("--chosen-with is missing: say which seeds chose a setting or the number of steps, and "
+                      "give it no seed if none did")
+    if broken:
         raise RecordError("; ".join(broken))
     require_sources(root, header)
     try:

@@ -10,11 +10,11 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from records.tools import markdown
+from records.tools.classes import table_class
 from records.tools.compare import compare, difference_text
 from records.tools.plots import figures, page_svg, progress_figure
 from records.tools.pool import common_texts, devices_text, list_clashes, number_text, scores_text
 from records.tools.record import Record, is_proven, load_all, result_table, significance_line, write_text
-from records.tools.rules import table_class
 from records.tools.schema import RecordError, flatten
 from records.tools.stats import SIGNIFICANCE
 

@@ -1,45 +1,80 @@
-"""What a record has to show beyond true numbers: three texts, seeds that chose nothing, a second full run.
+"""What a record has to show beyond true numbers: three texts, all runs of a process, seeds that chose
+nothing, a second full run.
 
 Records of schema 2 were made before these rules. They keep their numbers and were scored on one text.
 """
 from records.tools.pool import configuration_differences, list_clashes
-from records.tools.schema import Run, flatten
-from records.tools.stats import SIGNIFICANCE
+from records.tools.schema import Run, differences
+from records.tools.stats import SIGNIFICANCE, TARGET
 
 # The corpus's training text repeats passages of its validation text, which flatters n-gram tables. So a
 # record on it has to reach what the public script of record 89 reaches on `clean`, too; `fineweb` is stated.
-CORPUS, LIMITS, STATED = "corpus", {"clean": 3.570}, ("clean", "fineweb")
+CORPUS, LIMITS = "corpus", {"clean": 3.570}
+# What every run on the corpus says of the limit and of the texts: a text is its tokens, not its name.
+CORPUS_RUN = {
+    "target": TARGET, "val_tokens": 10_485_760,
+    "data": {"train": "5f3fdc280cae0d6a8b4ffa8af97bda64267e41cacec4be3fb6d241b231064dfb",
+             "val": "7fd844a4e6de57b7d2839deef33bd50c4fca587c67466e648f434d92a6345ca6"},
+    "texts": {"clean": {"tokens": 4_194_304,
+                        "sha256": "1bc71059c42d86d96c279bd3bed69a506a95aeaf7719533efdb071e84a04afba"},
+              "fineweb": {"tokens": 561_000,
+                          "sha256": "28d6d5616a7f936a451e5fb47d7cb02779b0858a20c4476e3c8b57f03ab50892"}},
+}
+LEAST_RUNS = 5
+# The record 2026-11-24_one-h200-clean has four runs. It is older than that rule, and exempt by its commit.
+FEWER_RUNS = {"9da474370d37c64dffe50549d8618f3ceb184961"}
 SAME_LOSS, SAME_TIME = 3, 0.03      # a second full run: standard deviations of the loss, share of the time
-CLASSES = {"at most 0.3 G": 300_000_000, "at most 65 G": 65_000_000_000}    # parameters in n-gram tables
-
-
-def table_parameters(header: dict) -> int:
-    """Parameters of the n-gram table. Of a log that does not name its length: all parameters."""
-    config = flatten(header["config"])
-    if not {"ngram_rows", "head_dim"} <= config.keys():
-        return header["parameters"]
-    return config["ngram_rows"] * config["head_dim"]
-
-
-def table_class(header: dict) -> str:
-    """The smallest class by table parameters that a run belongs to; it names retrieval, if that was on."""
-    count = table_parameters(header)
-    name = next((name for name, most in CLASSES.items() if count <= most), "open")
-    return name + " + retrieval" * bool(header["config"].get("retrieval"))
+# Without these a log's times, its process and its data cannot be held against anything.
+ORIGIN, STAMPS = ("host", "process"), ("began", "ended", "paused_s")
 
 
 def check_rules(data: dict, runs: list[Run], second: Run | None) -> list[str]:
     """The rules that a record breaks. `data`: its record.json, as the logs give it."""
     problems = []
+    every = [*runs, *filter(None, [second])]
+    for run in every:
+        if silent := [name for name in (*ORIGIN, *STAMPS, "data") if name not in run.header | run.summary]:
+            problems.append(f"{run.label} does not say {', '.join(silent)}")
     if any(run.header["dirty"] is not False for run in runs):
         problems.append("its runs had changes that are not in their commit; commit first, then run")
     if both := sorted(set(data["seeds"]) & set(data["chosen_with"])):
         problems.append(f"seeds {both} chose a setting or the number of steps; they prove nothing")
-    if data["preset"] == CORPUS:
-        problems += check_texts(data)
+    problems += check_left_out(every)
+    if any(map(is_corpus, every)):
+        problems += check_texts(data) + [
+            f"{run.label} differs from the rules of the corpus in {list_clashes(clashes)}"
+            for run in every if (clashes := corpus_differences(run))]
+        if len(runs) < LEAST_RUNS and data["commit"] not in FEWER_RUNS:
+            problems.append(f"{len(runs)} runs; a record on the corpus has at least {LEAST_RUNS}")
         if second is None:
             problems.append("no second full run; give the log of one more, with a new seed, as --second")
     return problems + (check_second(data, runs, second) if second else [])
+
+
+def is_corpus(run: Run) -> bool:
+    """Whether it trained on the corpus, whatever its preset is called."""
+    trained_on = run.summary.get("data", {}).get("train")
+    return run.header["preset"] == CORPUS or trained_on == CORPUS_RUN["data"]["train"]
+
+
+def corpus_differences(run: Run) -> dict[str, tuple]:
+    """Where a run on the corpus says something else than CORPUS_RUN: (that, what it says)."""
+    said = {"target": run.header["target"], "val_tokens": run.header["config"].get("val_tokens"),
+            "data": run.summary.get("data", {}),
+            "texts": {name: run.texts.get(name, {}) for name in CORPUS_RUN["texts"]}}
+    return differences(CORPUS_RUN, said)
+
+
+def check_left_out(runs: list[Run]) -> list[str]:
+    """Processes of which a run is missing. The seeds of a process are consecutive, one for each run."""
+    problems = []
+    for process in dict.fromkeys(map(origin, runs)):
+        ours = [run for run in runs if origin(run) == process]
+        seeds, count = sorted(run.seed for run in ours), ours[0].header["config"].get("runs", 1)
+        if seeds != [seeds[0] + i for i in range(len(seeds))] or len(seeds) != count:
+            problems.append(f"{ours[0].label}: its process made {count} runs, and here are those of seeds "
+                            f"{seeds}; a record leaves none out")
+    return problems
 
 
 def check_texts(data: dict) -> list[str]:
@@ -48,7 +83,7 @@ def check_texts(data: dict) -> list[str]:
     if data["p_value"] is None or data["p_value"] >= SIGNIFICANCE:
         problems.append(f"not shown to be below {data['target']}: p = {data['p_value']}, not below "
                         f"{SIGNIFICANCE:g}")
-    if missing := [name for name in STATED if name not in scores]:
+    if missing := [name for name in CORPUS_RUN["texts"] if name not in scores]:
         problems.append(f"not scored on {' and '.join(missing)}; the folders belong beside the shards")
     problems += [f"mean loss on {name} is {scores[name]:.4f}, above {limit:.3f}"
                  for name, limit in LIMITS.items() if scores.get(name, 0.0) > limit]

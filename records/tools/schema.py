@@ -60,6 +60,7 @@ class Run:
     steps: dict[str, np.ndarray]
     validations: dict[str, np.ndarray]
     scores: dict[str, float] = field(default_factory=dict)  # nats/token on other texts, after the run
+    texts: dict[str, dict] = field(default_factory=dict)  # tokens and sha256 of each of these texts
     summary: dict | None = None  # of a finished run
     stopped: str | None = None  # why a run ended early
     foreign: bool = False
