@@ -53,23 +53,25 @@ def store_log(out_ptr, row, n, total, top):
 
 
 @triton.jit
-def share(scores, taken, row, n, sum_ptr, grad_ptr):
-    """One sum's part in the gradient of the scores it has `taken`: its gradient, times e^(score - sum)."""
-    log_sum = tl.load(sum_ptr + row, mask=row < n, other=float("-inf"))
-    taken = taken & (log_sum > float("-inf"))[:, None]
-    grad = tl.load(grad_ptr + row, mask=row < n, other=0.0)
-    return tl.where(taken, grad[:, None] * tl.exp(tl.where(taken, scores - log_sum[:, None], 0.0)), 0.0)
-
-
-@triton.jit
 def score_gradient(q, k, row, column, first_ptr, targets_ptr, tokens_ptr, matching_ptr, every_ptr,
                    matching_grad_ptr, every_grad_ptr, n, scale):
     """The gradient of the products q · k, (rows, columns) float32."""
     first = tl.load(first_ptr + row, mask=row < n, other=0)
     target = tl.load(targets_ptr + row, mask=row < n, other=-2)
     scores, earlier, match = tile(q, k, row, column, first, target, tokens_ptr, n, scale)
-    grad = share(scores, match, row, n, matching_ptr, matching_grad_ptr)
-    return (grad + share(scores, earlier, row, n, every_ptr, every_grad_ptr)) * scale
+    matching = tl.load(matching_ptr + row, mask=row < n, other=float("-inf"))
+    every = tl.load(every_ptr + row, mask=row < n, other=0.0)
+    matching_grad = tl.load(matching_grad_ptr + row, mask=row < n, other=0.0)
+    every_grad = tl.load(every_grad_ptr + row, mask=row < n, other=0.0)
+    # A row without an earlier position has sums of -inf, and no score of it is used.
+    every = tl.where(every > float("-inf"), every, 0.0)
+    some = matching > float("-inf")
+    # One exponential a score: where a score is in both sums, its part in `matching` says that in `every`.
+    both = matching_grad + every_grad * tl.exp(tl.where(some, matching - every, 0.0))
+    match = match & some[:, None]
+    part = tl.exp(scores - tl.where(match, matching[:, None], every[:, None]))
+    grad = part * tl.where(match, both[:, None], every_grad[:, None])
+    return tl.where(earlier, grad, 0.0) * scale
 
 
 @triton.jit
