@@ -344,6 +344,9 @@ def test_score_as_a_command(trained, shards, tmp_path, monkeypatch, capsys):
     told = r"([\d.]+) nats a token, ([\d.]+) bits a byte \(300 tokens, 300 bytes\)"
     nats, bits = map(float, re.search(told, said).groups())
     assert bits == pytest.approx(nats / math.log(2), abs=1e-3) and "(3 questions)" in said
+    (tmp_path / "a.py").write_text("some text\n" * 30)
+    other, _ = run(trained[0], tmp_path / "a.py", "--format", "text")
+    assert other.replace("a.py", "a.txt").splitlines() == said.splitlines()[:1]
     assert " by the public rule, " in run(trained[0], "--shards", shards, "--public_rule")[0]
     for words, part in (((tmp_path, "x.txt"), "no folder of a readable-speedrun-model"),
                         ((trained[0], "x.txt"), "x.txt: no such file"),
