@@ -155,6 +155,17 @@ def test_a_non_finite_loss_stops_the_run(tmp_path, shards):
     assert events[-1]["kind"] == "stopped" and events[-1]["step"] == step - 1 == len(logged)
 
 
+def test_a_non_finite_last_update_scores_nothing(tmp_path, shards):
+    """No training loss follows it, so that of validation is the first to tell."""
+    words = ["--lr_scale", "1,1,1e30", "--steps", "3", "--extra_steps", "0", "--adam_every", "1"]
+    result = command(*SHORTER, *words, "--save", str(tmp_path / "model"), DATA_PATH=str(shards),
+                     RUNS_PATH=str(tmp_path))
+    refused(result, "after step 3: the validation loss is nan; nothing is scored")
+    *events, last = read_log(tmp_path)
+    assert last["kind"] == "stopped" and last["step"] == 3 and not (tmp_path / "model").exists()
+    assert [event["kind"] for event in events[1:]] == ["step"] * 3
+
+
 def test_a_full_disk(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("RUNS_PATH", str(tmp_path / "runs"))
     log = train_gpt.RunLog("short")

@@ -250,18 +250,20 @@ class Keeper:
             files = TensorFiles(part, f"rank{self.world.rank}")
             try:
                 part.mkdir(exist_ok=True)
+                finite = bool(copy.finite)
                 for key, x in copy.tensors.items():
+                    finite &= bool(x.isfinite().all())      # The last update has no loss yet.
                     files.add(key, x)
                 files.flush()
             except OSError as caught:
                 error = caught
-            failed = self.agreed(error is not None or not copy.finite, 0)
+            failed = self.agreed(error is not None or not finite, 0)
         with disk_errors(f"the checkpoint {part}"):
             if error:
                 raise error
             if failed:
-                raise LogError(f"the checkpoint {part} is not whole: another rank could not write it, or the "
-                               "loss is not finite")
+                raise LogError(f"the checkpoint {part} is not whole: another rank could not write it, or a "
+                               "loss or a weight is not finite")
             if self.world.rank == 0:
                 sizes = {path.name: path.stat().st_size for path in sorted(part.glob("*.safetensors"))}
                 write_json(part / "index.json", {
