@@ -48,12 +48,16 @@ def place(tmp_path) -> dict[str, Path | str]:
             "short": " ".join(SHORT)}
 
 
-def attempt(name: str, place: dict, out: int | None = None, **variables: str) -> subprocess.CompletedProcess:
-    """Run one of COMMANDS, or a command line; none may end in a traceback or in an ignored error."""
+def attempt(name: str, place: dict, out: int | None = None, inside: tuple[str, ...] = (),
+            **variables: str) -> subprocess.CompletedProcess:
+    """Run one of COMMANDS, or a command line; none may end in a traceback or in an ignored error.
+
+    `inside` is a command that runs it.
+    """
     words = COMMANDS.get(name, name).format(**place).split()
     variables = {"RUNS_PATH": str(place["out"])} | variables
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(**variables), timeout=300,
-                          stdout=out or subprocess.PIPE, stderr=subprocess.PIPE)
+    done = subprocess.run([*inside, sys.executable, *words], cwd=ROOT, env=environment(**variables),
+                          timeout=300, stdout=out or subprocess.PIPE, stderr=subprocess.PIPE)
     done.stderr = done.stderr.decode("utf-8", "replace")
     bad = "Traceback", "Exception ignored", "Warning:"
     assert not any(said in done.stderr for said in bad), done.stderr
@@ -145,6 +149,28 @@ def test_a_run_folder_that_vanishes(place):
         pass
     subprocess.run(["rm", "-r", place["out"]], check=True)
     assert process.wait(120) == 0 and "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("name, runs, status", [
+    ("train", "{out}", 0), ("train", f"{ROOT}/records/runs", 2),
+    (f"-m data.text {{text}} --bytes --split line --out {ROOT}/new", "", 2),
+    ("-m records report", "", 2), ("-m records.tools.profile {short} --data_path {shards}", "", 2),
+], ids=["train", "train into it", "text", "report", "profile"])
+def test_a_checkout_that_cannot_be_written(place, name, runs, status):
+    """In a view of the file system of its own. A run needs only a place for its log."""
+    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && cd "$0" && exec "$@"'
+    inside = "unshare", "--mount", "sh", "-c", mount, str(ROOT)
+    if subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("may not mount a file system here")
+    done = attempt(name, place, inside=inside, RUNS_PATH=runs.format(**place))
+    assert done.returncode == status, done
+    if status:
+        one_line(done, "Read-only file system")
+
+
+@pytest.mark.parametrize("tool", ["profile --out /dev/null/traces", "ablate --data_path /dev/null/shards"])
+def test_tools_that_train_end_as_the_program_does(place, tool):
+    one_line(attempt(f"-m records.tools.{tool} {{short}}", place), "/dev/null", f"records.tools.{tool[:6]}")
 
 
 @pytest.mark.parametrize("variables, words", [

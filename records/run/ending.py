@@ -17,8 +17,8 @@ EXPECTED = (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMem
             torch.AcceleratorError, OSError, KeyboardInterrupt)
 
 
-def exit_status(error: BaseException, rank: int) -> int:
-    """The status of a run that one of EXPECTED ends; rank 0 says why.
+def exit_status(error: BaseException, rank: int, program: str = "train_gpt.py") -> int:
+    """The status of a `program` that one of EXPECTED ends; rank 0 says why.
 
     The launcher ends all ranks when one fails. So the other ranks wait a little, in case rank 0 fails too.
     """
@@ -35,5 +35,5 @@ def exit_status(error: BaseException, rank: int) -> int:
         time.sleep(2)
         message = f"rank {rank}: {message}"
     if rank == 0 or status != 130:
-        print(f"train_gpt.py: {message}", file=sys.stderr)
+        print(f"{program}: {message}", file=sys.stderr)
     return status
