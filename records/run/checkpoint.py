@@ -39,7 +39,16 @@ from torch import Tensor
 from kernels.streams import side_stream
 from records.run.log import LogError, disk_errors
 from records.run.settings import UserError, shown
-from records.run.weights import TensorFiles, check_place, plain, publish, read_json, read_tensors, write_json
+from records.run.weights import (
+    TensorFiles,
+    check_place,
+    fitting,
+    plain,
+    publish,
+    read_json,
+    read_tensors,
+    write_json,
+)
 
 FORMAT, VERSION = "readable-speedrun-checkpoint", 1
 KEPT = 2                # checkpoints
@@ -308,16 +317,20 @@ def find(config) -> Found | None:
                             "--checkpoint_every writes them")
         folder = inside[-1]
     index = read_json(folder / "index.json", FORMAT, VERSION)
-    for name, size in index["files"].items():
-        path = folder / Path(name).name
-        if not path.exists() or path.stat().st_size != size:
-            raise UserError(f"{path}: truncated or missing; resume from another one in {folder.parent}")
-    mine = plain(config)
-    for name, theirs in index["config"].items():
-        if name in mine and name not in FREE and theirs != mine[name]:
-            what = f"--{name} was {theirs!r}, here it is {mine[name]!r}"
-            what = f"{name} were others" if name in ("layers", "stages") else what
-            raise UserError(f"--resume {folder}: its {what}; give the same settings")
+    with fitting(folder):
+        step, ranks = index["step"], index["ranks"]
+        if not (type(step) is type(ranks) is int and 0 < step < config.steps + config.extra_steps and 0 < ranks < 10_000):
+            raise ValueError(f"step {step}, {ranks} ranks")
+        for name, size in index["files"].items():
+            path = folder / Path(name).name
+            if not path.exists() or path.stat().st_size != size:
+                raise UserError(f"{path}: truncated or missing; resume from another one in {folder.parent}")
+        mine = plain(config)
+        for name, theirs in index["config"].items():
+            if name in mine and name not in FREE and theirs != mine[name]:
+                what = f"--{name} was {shown(theirs)}, here it is {shown(mine[name])}"
+                what = f"{name} were others" if name in ("layers", "stages") else what
+                raise UserError(f"--resume {folder}: its {what}; give the same settings")
     return Found(folder, index)
 
 
@@ -353,9 +366,14 @@ class Pieces:
         return whole.view(like.shape)
 
 
-@torch.no_grad()
 def restore(trainer, found: Found) -> int:
     """Bring a new trainer to where the checkpoint's was; returns how many steps are done."""
+    with torch.no_grad(), fitting(found.folder):
+        restore_state(trainer, found)
+    return found.step
+
+
+def restore_state(trainer, found: Found) -> None:
     optimizer, world, pieces = trainer.optimizer, trainer.world, Pieces(found)
     pending = found.step % trainer.config.adam_every > 0
     for name, shard in optimizer.shards.items():
@@ -377,7 +395,6 @@ def restore(trainer, found: Found) -> int:
         for text in pieces.tensor("retrieval/text").split(steps):
             index.add(text.to(world.device))
     optimizer.tied = trainer.schedule.at(found.step - 1).tied
-    return found.step
 
 
 def own_gradient(name: str, p: Tensor, pieces: Pieces, ranks: int, world) -> Tensor:

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from data.errors import system_error
+from data.errors import printable, system_error
 from data.shards import ShardError
 from kernels.ranks.world import RankError
 from records.run.log import LogError
@@ -35,5 +35,5 @@ def exit_status(error: BaseException, rank: int, program: str = "train_gpt.py") 
         time.sleep(2)
         message = f"rank {rank}: {message}"
     if rank == 0 or status != 130:
-        print(f"{program}: {message}", file=sys.stderr)
+        print(printable(f"{program}: {message}"), file=sys.stderr)
     return status
