@@ -6,9 +6,9 @@
     python -m tests.faults --write                  put the table into tests/README.md
     python -m tests.faults --write --read FILE      with what `--out FILE` has kept elsewhere; try nothing
 
-A fault is survived on a machine if all its tests pass there. tests/faults.jsonl holds the outcome of each test
-on each kind of machine. `--write` adds to it what was found, and writes all that it holds. A second table has
-the times of recovery.
+A fault is survived on a machine if all its tests pass there. tests/faults.jsonl holds the outcome of each
+test on each kind of machine. `--write` adds to it what was found, and writes all that it holds. A second
+table has the times of recovery.
 """
 import argparse
 import json
@@ -116,13 +116,14 @@ def recovery(outcomes: Outcomes) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="rows that hold all of these (default: all rows)")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="of their tests only some, as in pytest")
     parser.add_argument("-n", default="0", metavar="N", help="tests at once (default: one)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="add each outcome to this file at once")
     parser.add_argument("--read", type=Path, metavar="FILE", help="try nothing, but take these outcomes")
-    parser.add_argument("--write", action="store_true", help=f"add to {KNOWN.name}, and write tests/README.md")
+    parser.add_argument("--write", action="store_true", help=f"add to {KNOWN.name}, write README.md")
     return parser.parse_args()
 
 

@@ -165,7 +165,8 @@ def way(request) -> str:
 GIVES_UP = {"gloo": "has not answered for 30 s", "nccl": "SIGABRT", "copies": "waited too long for a rank"}
 FAULTS = [          # where, what, on which rank, and a pattern of what is said
     *((place, "kill", 1, "SIGKILL") for place in ("warm-up", "capture", "steps", "collective", "validation")),
-    *((place, "stop", 1, r"rank 1 \(process ") for place in ("warm-up", "capture", "collective", "validation")),
+    *((place, "stop", 1, r"rank 1 \(process ") for place in
+      ("warm-up", "capture", "collective", "validation")),
     ("steps", "stop", 0, r"rank 0 \(process "), ("log", "kill", 0, "SIGKILL"),
     ("collective", "hang", 1, r"s for rank 1 \(process "), ("steps", "hang", 0, r"s for rank 0 \(process "),
     ("validation", "hang", 1, r"s for rank 1 \(process "), ("collective", "wait", 1, GIVES_UP),

@@ -106,8 +106,8 @@ def check_shapes(folder: Path, model: train_gpt.GPT, tensors: dict[str, Tensor])
                         "whole, or of another version of this program")
     for name, shape in wanted.items():
         if shape != found[name]:
-            raise UserError(f"{folder}: {name} is {found[name]}, by its config.json {shape}; the files are of "
-                            "two models")
+            raise UserError(f"{folder}: {name} is {found[name]}, by its config.json {shape}; the files are "
+                            "of two models")
 
 
 def config_of(facts: dict, folder: Path) -> train_gpt.Config:

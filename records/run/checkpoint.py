@@ -318,8 +318,8 @@ def find(config) -> Found | None:
         folder = inside[-1]
     index = read_json(folder / "index.json", FORMAT, VERSION)
     with fitting(folder):
-        step, ranks = index["step"], index["ranks"]
-        if not (type(step) is type(ranks) is int and 0 < step < config.steps + config.extra_steps and 0 < ranks < 10_000):
+        step, ranks, last = index["step"], index["ranks"], config.steps + config.extra_steps - 1
+        if not (type(step) is type(ranks) is int and 1 <= step <= last and 1 <= ranks < 10_000):
             raise ValueError(f"step {step}, {ranks} ranks")
         for name, size in index["files"].items():
             path = folder / Path(name).name

@@ -1,7 +1,11 @@
 """How a run that failed ends: in one line that says what is wrong, and an exit status."""
+import json
+import pickle
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -10,11 +14,32 @@ from data.shards import ShardError
 from kernels.ranks.world import RankError
 from records.run.log import LogError
 from records.run.progress import Diverged
-from records.run.settings import UserError
+from records.run.settings import UserError, shown
 
 # Anything else is a mistake of the program and keeps its traceback.
 EXPECTED = (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError,
             torch.AcceleratorError, OSError, KeyboardInterrupt)
+
+
+# What Triton and Inductor raise for files of theirs that were cut short, and the driver for such a kernel.
+DAMAGED = json.JSONDecodeError, pickle.UnpicklingError, EOFError, SyntaxError
+INVALID = "kernel image is invalid"
+
+
+@contextmanager
+def whole_caches() -> Iterator[None]:
+    """UserError where a compiled kernel in a cache is damaged: its own error names no file and no remedy."""
+    try:
+        yield
+    except Exception as error:
+        cause = error
+        while cause.__cause__ or cause.__context__:
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(error, EXPECTED) or not (isinstance(cause, DAMAGED) or INVALID in str(cause)):
+            raise
+        raise UserError(f"a compiled kernel is damaged ({shown(f'{type(cause).__name__}: {cause}')}); remove "
+                        "the caches: $TRITON_CACHE_DIR or ~/.triton/cache, and $TORCHINDUCTOR_CACHE_DIR or "
+                        "torchinductor_* in the folder for temporary files") from error
 
 
 def exit_status(error: BaseException, rank: int, program: str = "train_gpt.py") -> int:

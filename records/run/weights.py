@@ -236,7 +236,8 @@ def fitting(folder: Path) -> Iterator[None]:
         if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):     # not the folder's fault
             raise
         reason = shown(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-        raise UserError(f"{folder}: damaged, or of another program ({reason}); fetch or save it again") from error
+        raise UserError(f"{folder}: damaged, or of another program ({reason}); fetch or save it "
+                        "again") from error
 
 
 def read_json(path: Path, form: str, version: int) -> dict:
