@@ -131,6 +131,8 @@ def main() -> int:
     options = arguments()
     every = [line.split(" | ") for line in FOLDER.joinpath("faults.txt").read_text("utf-8").splitlines()[1:]]
     faults = [row for row in every if all(word in " | ".join(row) for word in options.words)]
+    if not faults:
+        sys.exit(f"python -m tests.faults: no row of faults.txt holds {' and '.join(options.words)}")
     found = read(options.read) if options.read else attempt(faults, options)
     if options.write:
         known, here = read(KNOWN), machine()

@@ -4,11 +4,13 @@ What needs a mounted file system is skipped where nobody may mount one.
 """
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, TINY, environment, write_documents
 from hub_server import HubServer
 from synthetic import commit_sources, write_run
@@ -129,6 +131,47 @@ def test_weights_that_a_disk_does_not_take_leave_no_part(place, bad_disk):
                    RUNS_PATH=str(place["shards"]))
     one_line(done, str(bad_disk))
     assert not [p for p in bad_disk.rglob("*") if p.is_file()]
+
+
+@pytest.fixture(scope="module")
+def kernels(shards, tmp_path_factory) -> Path:
+    """Caches that a run has filled."""
+    folder = tmp_path_factory.mktemp("kernels")
+    done = compiled(folder, shards)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def compiled(caches: Path, shards: Path) -> subprocess.CompletedProcess:
+    """A run on a GPU whose compiled kernels are in this folder."""
+    variables = environment(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
+                            TORCHINDUCTOR_COMPILE_THREADS="4", TRITON_CACHE_DIR=f"{caches}/triton",
+                            TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor")
+    words = "train_gpt.py", *SHORT, "--attention", "plain", "--data_path", str(shards), "--write_log", "false"
+    return subprocess.run([sys.executable, *words], cwd=ROOT, env=variables, capture_output=True, text=True,
+                          timeout=200)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("keep", [0.5, 0], ids=["cut", "empty"])
+def test_caches_of_kernels_that_are_damaged(kernels, shards, tmp_path, keep):
+    """What they lack is compiled anew, or a line says which folders to remove."""
+    copy = shutil.copytree(kernels, tmp_path / "copy", symlinks=True)
+    files = [path for path in copy.rglob("*") if path.is_file() and not path.is_symlink()]
+    for path in files:
+        os.truncate(path, int(keep * path.stat().st_size))
+    done = compiled(copy, shards)
+    assert len(files) > 20 and done.returncode in (0, 2), (len(files), done.stderr)
+    if done.returncode:
+        assert done.stderr.splitlines()[-1].startswith("train_gpt.py: a compiled kernel is damaged"), done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_caches_of_kernels_on_a_disk_that_takes_nothing_more(bad_disk, shards):
+    done = compiled(bad_disk, shards)
+    assert done.returncode in (0, 2) and "Traceback" not in done.stderr, done.stderr
+    assert not done.returncode or done.stderr.splitlines()[-1].startswith("train_gpt.py: "), done.stderr
 
 
 def test_fineweb_onto_a_disk_that_takes_nothing_more(place, bad_disk):
