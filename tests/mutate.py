@@ -7,6 +7,7 @@ The tests run in a copy of the checkout, first as it is and then with each mutat
 test fails or takes longer than TIMEOUT_S. The exit status is 1 if fewer than 95% are caught, if a survivor
 has no reason beside it, or if a mutated line is not in its file any more.
 """
+import argparse
 import os
 import shutil
 import subprocess
@@ -92,8 +93,13 @@ def survivors(mutations: list[Mutation], checkout: Path) -> list[Mutation]:
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="parts of the paths of files (default: all files)")
+    words = parser.parse_args().words
     chosen = [m for m in read_table(TABLE.read_text()) if not words or any(word in m.file for word in words)]
+    if not chosen:
+        parser.error(f"no file of {TABLE.name} has {' or '.join(words)} in its path")
     stale = [m for m in chosen if (ROOT / m.file).read_text().count(m.old) != 1]
     for mutation in stale:
         print(f"{mutation.file} does not hold this once: {mutation.old}; mend tests/mutations.txt")

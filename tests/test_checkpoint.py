@@ -277,10 +277,13 @@ def test_only_the_newest_two_are_kept(tmp_path, config, monkeypatch):
         for steps_done in range(1, 5):
             keeper.after(steps_done)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000003", "step-0000004"]
-    trainer.optimizer.finite = torch.tensor(False)
-    with pytest.raises(LogError, match="not whole: .* the loss is not finite"):
-        with keeper:
-            keeper.after(5)
+    for bad in (trainer.optimizer.finite, next(iter(trainer.optimizer.shards.values())).weight):
+        kept = bad.clone()
+        bad.fill_(torch.nan if bad.is_floating_point() else False)
+        with pytest.raises(LogError, match="not whole: .* a loss or a weight is not finite"):
+            with keeper:
+                keeper.after(5)
+        bad.copy_(kept)
     monkeypatch.setattr(checkpoint.TensorFiles, "flush", lambda _: open("/dev/full", "w").write("x" * 99999))
     with pytest.raises(LogError, match="the disk is full"):
         with keeper:

@@ -22,12 +22,19 @@ from kernels.ranks.watchdog import Watchdog, progress
 from kernels.streams import side_stream
 
 
+PIECE = 2 ** 22     # words of 8 bytes that are hashed at a time: what is computed with them takes memory
+
+
 def hash_bits(x: Tensor) -> Tensor:
     """64 bits (0-dim int64) that change if any one bit of x changes, and likely if several do."""
     bytes_ = x.detach().reshape(-1).view(torch.uint8)
     words = torch.nn.functional.pad(bytes_, (0, -len(bytes_) % 8)).view(torch.int64)
-    # An odd factor loses no bit, and another one for each place tells an exchange of words.
-    return ((words ^ words >> 32) * (2 * torch.arange(len(words), device=x.device) + 1)).sum()
+    places, sums = torch.arange(min(len(words), PIECE), device=x.device), []
+    for first in range(0, len(words), PIECE):
+        piece = words[first:first + PIECE]
+        # An odd factor loses no bit, and another one for each place tells an exchange of words.
+        sums.append(((piece ^ piece >> 32) * (2 * (places[:len(piece)] + first) + 1)).sum())
+    return torch.stack(sums).sum()
 
 
 def launched() -> tuple[int, int, int]:

@@ -39,7 +39,16 @@ from torch import Tensor
 from kernels.streams import side_stream
 from records.run.log import LogError, disk_errors
 from records.run.settings import UserError, shown
-from records.run.weights import TensorFiles, check_place, plain, publish, read_json, read_tensors, write_json
+from records.run.weights import (
+    TensorFiles,
+    check_place,
+    fitting,
+    plain,
+    publish,
+    read_json,
+    read_tensors,
+    write_json,
+)
 
 FORMAT, VERSION = "readable-speedrun-checkpoint", 1
 KEPT = 2                # checkpoints
@@ -251,18 +260,20 @@ class Keeper:
             files = TensorFiles(part, f"rank{self.world.rank}")
             try:
                 part.mkdir(exist_ok=True)
+                finite = bool(copy.finite)
                 for key, x in copy.tensors.items():
+                    finite &= bool(x.isfinite().all())      # The last update has no loss yet.
                     files.add(key, x)
                 files.flush()
             except OSError as caught:
                 error = caught
-            failed = self.agreed(error is not None or not copy.finite, 0)
+            failed = self.agreed(error is not None or not finite, 0)
         with disk_errors(f"the checkpoint {part}"):
             if error:
                 raise error
             if failed:
-                raise LogError(f"the checkpoint {part} is not whole: another rank could not write it, or the "
-                               "loss is not finite")
+                raise LogError(f"the checkpoint {part} is not whole: another rank could not write it, or a "
+                               "loss or a weight is not finite")
             if self.world.rank == 0:
                 sizes = {path.name: path.stat().st_size for path in sorted(part.glob("*.safetensors"))}
                 write_json(part / "index.json", {
@@ -325,16 +336,20 @@ def newest(config) -> Found | None:
                             "--checkpoint_every writes them")
         folder = inside[-1]
     index = read_json(folder / "index.json", FORMAT, VERSION)
-    for name, size in index["files"].items():
-        path = folder / Path(name).name
-        if not path.exists() or path.stat().st_size != size:
-            raise UserError(f"{path}: truncated or missing; resume from another one in {folder.parent}")
-    mine = plain(config)
-    for name, theirs in index["config"].items():
-        if name in mine and name not in FREE and theirs != mine[name]:
-            what = f"--{name} was {theirs!r}, here it is {mine[name]!r}"
-            what = f"{name} were others" if name in ("layers", "stages") else what
-            raise UserError(f"--resume {folder}: its {what}; give the same settings")
+    with fitting(folder):
+        step, ranks, last = index["step"], index["ranks"], config.steps + config.extra_steps - 1
+        if not (type(step) is type(ranks) is int and 1 <= step <= last and 1 <= ranks < 10_000):
+            raise ValueError(f"step {step}, {ranks} ranks")
+        for name, size in index["files"].items():
+            path = folder / Path(name).name
+            if not path.exists() or path.stat().st_size != size:
+                raise UserError(f"{path}: truncated or missing; resume from another one in {folder.parent}")
+        mine = plain(config)
+        for name, theirs in index["config"].items():
+            if name in mine and name not in FREE and theirs != mine[name]:
+                what = f"--{name} was {shown(theirs)}, here it is {shown(mine[name])}"
+                what = f"{name} were others" if name in ("layers", "stages") else what
+                raise UserError(f"--resume {folder}: its {what}; give the same settings")
     return Found(folder, index)
 
 
@@ -370,9 +385,14 @@ class Pieces:
         return whole.view(like.shape)
 
 
-@torch.no_grad()
 def restore(trainer, found: Found) -> int:
     """Bring a new trainer to where the checkpoint's was; returns how many steps are done."""
+    with torch.no_grad(), fitting(found.folder):
+        restore_state(trainer, found)
+    return found.step
+
+
+def restore_state(trainer, found: Found) -> None:
     optimizer, world, pieces = trainer.optimizer, trainer.world, Pieces(found)
     pending = found.step % trainer.config.adam_every > 0
     for name, shard in optimizer.shards.items():
@@ -394,7 +414,6 @@ def restore(trainer, found: Found) -> int:
         for text in pieces.tensor("retrieval/text").split(steps):
             index.add(text.to(world.device))
     optimizer.tied = trainer.schedule.at(found.step - 1).tied
-    return found.step
 
 
 def own_gradient(name: str, p: Tensor, pieces: Pieces, ranks: int, world) -> Tensor:
