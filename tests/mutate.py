@@ -10,9 +10,11 @@ has no reason beside it, or if a mutated line is not in its file any more.
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,8 +67,10 @@ def passes(tests: str, checkout: Path) -> bool:
         try:
             return process.wait(TIMEOUT_S) == 0
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
             return False
+        finally:            # Ranks that wait for one another may be left of a test that failed, too.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def split_words(tests: str) -> list[str]:
