@@ -63,6 +63,8 @@ def test_a_killed_run_goes_on_from_the_checkpoint_before(runs):
     assert rest.steps["step"][0] == 4 and rest.steps["tokens"].tolist() == whole.steps["tokens"][3:].tolist()
     assert "resumed" not in whole.header and not check_clock(whole)
     assert "went on from a checkpoint" in check_clock(rest)[0]
+    cards = [(run.path.parent / "model/README.md").read_text() for run in (whole, rest)]
+    assert ["s since step 3, where it went on from a checkpoint |" in card for card in cards] == [False, True]
 
 
 def test_a_signal_to_one_rank_stops_all_behind_a_checkpoint(runs):

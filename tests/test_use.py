@@ -93,12 +93,13 @@ flags = ["--preset", "cpu", "--ngram_rows", "1500000", "--steps", "2000", "--sav
 config, cpu = train_gpt.parse(flags)[0], torch.device("cpu")
 model = train_gpt.GPT(config, cpu, train_gpt.Collectives(1))
 model.ngrams.table.data.fill_(1.0)
-report = train_gpt.Report(train_gpt.RunLog("", False), train_gpt.Clock(cpu), 1, cpu, 0, 1)
+log = train_gpt.RunLog("", False)
+report = train_gpt.Report(log, train_gpt.Clock(cpu), 1, cpu, 0, 1)
 def held(what):
     return int(re.search(what + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 open("/proc/self/clear_refs", "w").write("5")       # The peak begins anew.
 before = held("VmRSS")
-weights.save_model(model, report, None)
+weights.save_model(model, report, log)
 print(*weights.prepare(model, train_gpt.Schedule(config)), held("VmHWM") - before)
 """
 
@@ -250,8 +251,8 @@ def change(folder, name: str, edit) -> None:
 def test_a_bad_model_is_refused_in_one_line(tmp_path, config, name, edit, parts):
     config = settings.change(replace(config, save=str(tmp_path / "model")), micro_batches=2)
     model = train_gpt.GPT(config, CPU, train_gpt.Collectives(1))
-    report = train_gpt.Report(train_gpt.RunLog("", False), train_gpt.Clock(CPU), 1, CPU, 0, 1)
-    weights.save_model(model, report, None)
+    log = train_gpt.RunLog("", False)
+    weights.save_model(model, train_gpt.Report(log, train_gpt.Clock(CPU), 1, CPU, 0, 1), log)
     change(tmp_path / "model", name, edit)
     with pytest.raises(UserError) as error:
         use_model.load(tmp_path / "model", CPU, **PLAIN)
