@@ -125,8 +125,8 @@ def test_who_hangs(ranks: Callable[[int], list[tuple[int, bool]]], found: tuple[
 
 @pytest.mark.parametrize("error, reason", [
     ("[gloo/buffer.cc:81] Timed out", "Timed out"),
-    ("NCCL error in: x.cpp:1, unhandled system error\nncclSystemError: A call failed.\nLast error:\nError while "
-     "creating /dev/shm/nccl-a", "Error while creating /dev/shm/nccl-a"),
+    ("NCCL error in: x.cpp:1, unhandled system error\nncclSystemError: A call failed.\nLast error:\n"
+     "Error while creating /dev/shm/nccl-a", "Error while creating /dev/shm/nccl-a"),
 ], ids=["gloo", "nccl"])
 def test_a_collective_that_fails_ends_in_one_line(error, reason):
     with pytest.raises(RankError, match=rf"^another rank .* for 600 s \({reason}\)$"), with_others():
