@@ -188,13 +188,16 @@ def test_a_rank_that_fails_ends_all(way, shards, tmp_path, record_property, plac
     record_property("seconds", all_end(tmp_path, way, place, action, rank, said, *flags))
 
 
-@pytest.mark.parametrize("place, action, said", [
+NUMBERS = [         # where, what, and what is said
     ("steps", "nan weight", "train_gpt.py: step 2: the training loss is nan"),
     ("steps", "nan row", "train_gpt.py: step 2: the training loss is nan"),
     ("update", "nan gradient", "train_gpt.py: step 3: the training loss is nan"),
     ("steps", "bit", "group 'scalars' of rank 0, 1 differ"),
     ("check", "gathered bit", "group 'mlp' of rank 0, 1 differ"),
-], ids=lambda words: words.split(":")[0].replace(" ", "_"))
+]
+
+
+@pytest.mark.parametrize("place, action, said", NUMBERS, ids=[action for _, action, _ in NUMBERS])
 def test_numbers_of_one_rank(way, shards, tmp_path, place, action, said):
     """A gradient that is nan is noticed by the next step's loss, and so is what it makes of the weights."""
     flags = ["--data_path", str(shards), "--check_ranks", "1", *["--capture", "false"] * (place == "update")]

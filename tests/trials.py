@@ -163,7 +163,8 @@ def test_caches_of_kernels_that_are_damaged(kernels, shards, tmp_path, keep):
     done = compiled(copy, shards)
     assert len(files) > 20 and done.returncode in (0, 2), (len(files), done.stderr)
     if done.returncode:
-        assert done.stderr.splitlines()[-1].startswith("train_gpt.py: a compiled kernel is damaged"), done.stderr
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("train_gpt.py: a compiled kernel is damaged"), done.stderr
         assert "Traceback" not in done.stderr
 
 

@@ -2,7 +2,6 @@
 import gc
 import os
 from collections.abc import Callable
-from textwrap import shorten
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from kernels.ranks.collectives import (
     RankError,
     can_copy,
     ranks_here,
+    reason_of,
     with_others,
 )
 from kernels.ranks.nodes import Nodes, groups
@@ -77,8 +77,8 @@ class World:
                                         device_id=self.device if on_gpu else None)
                 self.watchdog = Watchdog(self.rank, self.size, PATIENCE.total_seconds())
             except (RuntimeError, ValueError) as error:     # torch's own errors among them
-                reason = shorten(str(error), 200)
-                raise RankError(f"the ranks do not find each other ({reason}); start with torchrun") from None
+                raise RankError(f"the ranks do not find each other ({reason_of(error)}); start with "
+                                "torchrun") from None
         self.collectives = Collectives(self.size)
         self.found: dict[str, dict] = {}            # by records/run/fit.py before a run, for its log
 

@@ -1,6 +1,5 @@
 """How a run that failed ends: in one line that says what is wrong, and an exit status."""
 import json
-import pickle
 import signal
 import sys
 import time
@@ -22,7 +21,7 @@ EXPECTED = (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMem
 
 
 # What Triton and Inductor raise for files of theirs that were cut short, and the driver for such a kernel.
-DAMAGED = json.JSONDecodeError, pickle.UnpicklingError, EOFError, SyntaxError
+DAMAGED = json.JSONDecodeError, EOFError, SyntaxError
 INVALID = "kernel image is invalid"
 
 
