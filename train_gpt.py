@@ -50,7 +50,7 @@ from records.run import explain, settings
 from records.run.checkpoint import Keeper, check_saving, find, restore
 from records.run.checks import Backend, NGram, Part, Rows, check_config, check_machine
 from records.run.clock import Clock
-from records.run.ending import EXPECTED, exit_status
+from records.run.ending import EXPECTED, exit_status, whole_caches
 from records.run.fit import fit
 from records.run.kinds import Beta, Blocks, Count, Factor, Few, Positive, Seed, Share, Size, Steps, Tokens
 from records.run.log import RunLog
@@ -1141,7 +1141,7 @@ def run(config: Config, world: World, started: float) -> Report:
         machine = f"{world.size} x {device_name(world.device)}"
         print(explain.announcement(facts, machine), *prepare(trainer.model, trainer.schedule), sep="\n")
     begin = time.time()
-    with log:
+    with log, whole_caches():
         trainer.warm_up()
         first = restore(trainer, resumed) if resumed else 0
         startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -111,6 +111,27 @@ def environment(**variables: str) -> dict[str, str]:
     fixed = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
              "PYTHON": sys.executable}
     return inherited | fixed | variables
+
+
+def read_of_process(path: Path) -> bytes:
+    """What is in a file of /proc, whose process may be another user's, or gone."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def left_in_memory(before: set[str]) -> list[str]:
+    """Files in shared memory that were not there before, and that no living process has open or mapped.
+
+    Other programs may run beside a test and use shared memory, too.
+    """
+    files = [file for file in Path("/dev/shm").iterdir() if file.name not in before]
+    held = b"".join(map(read_of_process, Path("/proc").glob("[0-9]*/maps")))
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):         # Its process has ended meanwhile.
+            held += os.fsencode(os.readlink(link)) + b"\n"
+    return [file.name for file in files if os.fsencode(file) + b"\n" not in held and file.exists()]
 
 
 def process(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:

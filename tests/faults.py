@@ -1,81 +1,155 @@
 """The list of faults, each with the tests that show what becomes of it: survived / tried.
 
-    python -m tests.faults              run all of tests/faults.txt (half an hour on 2 cores), print the table
-    python -m tests.faults network      the rows that hold this word
-    python -m tests.faults --write      put the table into tests/README.md
+    python -m tests.faults                          try all of tests/faults.txt (half an hour on 2 cores)
+    python -m tests.faults network                  the rows that hold this word
+    python -m tests.faults processes -k nccl -n 8   of their tests those that pytest's -k chooses, 8 at once
+    python -m tests.faults --write                  put the table into tests/README.md
+    python -m tests.faults --write --read FILE      with what `--out FILE` has kept elsewhere; try nothing
 
-A fault is survived if all its tests pass. What could not be tried on this machine is counted apart. A second
+A fault is survived on a machine if all its tests pass there. tests/faults.jsonl holds the outcome of each
+test on each kind of machine. `--write` adds to it what was found, and writes all that it holds. A second
 table has the times of recovery.
 """
+import argparse
+import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from records.tools import markdown
 
 FOLDER = Path(__file__).resolve().parent
+KNOWN = FOLDER / "faults.jsonl"
+Outcomes = dict[tuple[str, str], dict]      # lines of KNOWN, by their machine and test
 
 
-class Results:
-    """A plugin of pytest that keeps each test's outcome, and the seconds that it recorded, by its id."""
-    def __init__(self) -> None:
-        self.outcomes: dict[str, str] = {}
-        self.seconds: dict[str, float] = {}
+def machine() -> str:
+    count = torch.cuda.device_count()
+    return f"{count} × {torch.cuda.get_device_name()}" if count else "CPU"
+
+
+def name_of(nodeid: str) -> str:
+    return nodeid.removeprefix("tests/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """This file is a plugin in each of pytest's processes: it leaves the tests of the chosen faults."""
+    beginnings = tuple(os.environ["FAULTS"].split())
+    items[:] = [item for item in items if name_of(item.nodeid).startswith(beginnings)]
+
+
+class Recorder:
+    """A plugin of pytest, in its first process, that keeps each test's outcome, in a file as well."""
+    def __init__(self, out: Path | None) -> None:
+        self.found: Outcomes = {}
+        self.out, self.machine = out, machine()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call" or report.outcome != "passed":
-            name = report.nodeid.removeprefix("tests/")
-            self.outcomes[name] = report.outcome
-            self.seconds |= {name: seconds for key, seconds in report.user_properties if key == "seconds"}
+        if report.when in ("setup", "teardown") and report.outcome == "passed":
+            return
+        line = {"machine": self.machine, "test": name_of(report.nodeid), "outcome": report.outcome}
+        line |= {name: round(value, 1) for name, value in report.user_properties if name == "seconds"}
+        line |= {"said": report.longreprtext[-4000:]} if report.outcome == "failed" else {}
+        self.found[line["machine"], line["test"]] = line
+        if self.out:
+            write([line], self.out, "a")
 
 
-class Chosen:
-    """A plugin of pytest that leaves only tests whose ids begin as one of these."""
-    def __init__(self, beginnings: tuple[str, ...]) -> None:
-        self.beginnings = beginnings
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = [item for item in items if item.nodeid.removeprefix("tests/").startswith(self.beginnings)]
+def read(path: Path) -> Outcomes:
+    lines = map(json.loads, path.read_text("utf-8").splitlines())
+    return {(line["machine"], line["test"]): line for line in lines}
 
 
-def recovery(seconds: dict[str, float]) -> str:
+def write(lines: list[dict], path: Path, mode: str = "w") -> None:
+    with open(path, mode, encoding="utf-8") as file:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+
+
+def attempt(faults: list[list[str]], options: argparse.Namespace) -> Outcomes:
+    """Run the tests of these rows of faults.txt."""
+    os.environ["FAULTS"] = " ".join(tests for *_, tests in faults)
+    files = dict.fromkeys(f"{FOLDER}/{name.split('::')[0]}" for name in os.environ["FAULTS"].split())
+    recorder = Recorder(options.out)
+    pytest.main(["-q", "-p", "no:cacheprovider", "-p", "tests.faults", "--tb=line", "-n", options.n,
+                 "--maxschedchunk=1", "-k", options.k, *files], [recorder])
+    return recorder.found
+
+
+def tables(faults: list[list[str]], outcomes: Outcomes) -> str:
+    """A row for each fault, a column for each machine, and their sums; then the times of recovery."""
+    machines = sorted({machine for machine, _ in outcomes}, key=lambda name: (name != "CPU", name))
+    rows, total = [], {name: Counter() for name in machines}
+    for kind, fault, how, tests in faults:
+        found = {name: Counter() for name in machines}
+        for (name, test), line in outcomes.items():
+            found[name][line["outcome"]] += test.startswith(tuple(tests.split()))
+        rows.append([kind, fault, how, *(share(found[name]) for name in machines)])
+        for name in machines:
+            total[name] += found[name]
+    tried = {test for (_, test), line in outcomes.items() if line["outcome"] != "skipped"}
+    untried = len({test for _, test in outcomes} - tried)
+    text = markdown.table(["kind", "fault", "how", *machines], rows, {0, 1, 2})
+    text += "\n\nsurvived / tried: " + ", ".join(f"{share(total[name])} on {name}" for name in machines)
+    return text + f"; tests that could be tried nowhere: {untried}" + recovery(outcomes)
+
+
+def share(found: Counter) -> str:
+    tried = found["passed"] + found["failed"]
+    return f"{found['passed']} / {tried}" if tried else "–"
+
+
+def recovery(outcomes: Outcomes) -> str:
     """A table of the seconds from a fault to the end of all ranks, by the ids of tests/ranks.py."""
-    table: dict[tuple[str, ...], dict[str, str]] = {}
-    for name, taken in seconds.items():
-        way, trial = name.partition("[")[2].rstrip("]").split("-", 1)
-        place, action, rank = trial.rsplit("-", 2)
-        table.setdefault((place, action, rank), {})[way] = f"{taken:.0f}"
-    ways = list(dict.fromkeys(way for found in table.values() for way in found))
-    rows = [[*trial, *(found.get(way, "–") for way in ways)] for trial, found in table.items()]
+    table: dict[str, dict[str, str]] = {}
+    for (_, test), line in outcomes.items():
+        if "seconds" in line and line["outcome"] == "passed":
+            way, _, trial = test.partition("[")[2].rstrip("]").partition("-")
+            table.setdefault(trial, {})[way] = f"{line['seconds']:.0f}"
+    ways = sorted({way for found in table.values() for way in found}, reverse=True)
+    rows = [[*trial.rsplit("-", 2), *(found.get(way, "–") for way in ways)] for trial, found in table.items()]
     return ("\n\nSeconds from the fault to the end of all ranks, by how they send:\n\n"
             + markdown.table(["where", "what", "rank", *ways], rows, {0, 1})) if rows else ""
 
 
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="rows that hold all of these (default: all rows)")
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="of their tests only some, as in pytest")
+    parser.add_argument("-n", default="0", metavar="N", help="tests at once (default: one)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="add each outcome to this file at once")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="try nothing, but take these outcomes")
+    parser.add_argument("--write", action="store_true", help=f"add to {KNOWN.name}, write README.md")
+    return parser.parse_args()
+
+
 def main() -> int:
-    words = [word for word in sys.argv[1:] if word != "--write"]
-    table = FOLDER.joinpath("faults.txt").read_text("utf-8").splitlines()[1:]
-    faults = [line.split(" | ") for line in table if all(word in line for word in words)]
-    beginnings = tuple(name for *_, tests in faults for name in tests.split())
-    results, files = Results(), dict.fromkeys(f"{FOLDER}/{name.split('::')[0]}" for name in beginnings)
-    pytest.main(["-q", "-p", "no:cacheprovider", "--tb=line", *files], [results, Chosen(beginnings)])
-    rows, total = [], Counter()
-    for kind, fault, how, tests in faults:
-        found = Counter(outcome for name, outcome in results.outcomes.items()
-                        if name.startswith(tuple(tests.split())))
-        tried = found["passed"] + found["failed"]
-        note = f" ({found['skipped']} not tried here)" if found["skipped"] else ""
-        rows.append([kind, fault, how, f"{found['passed']} / {tried}{note}"])
-        total += found
-    said = f"survived / tried: {total['passed']} / {total['passed'] + total['failed']}"
-    text = markdown.table(["kind", "fault", "how", "survived / tried"], rows, {0, 1, 2}) + f"\n\n{said}"
-    text += recovery(results.seconds)
-    print(text)
-    if "--write" in sys.argv:
+    options = arguments()
+    every = [line.split(" | ") for line in FOLDER.joinpath("faults.txt").read_text("utf-8").splitlines()[1:]]
+    faults = [row for row in every if all(word in " | ".join(row) for word in options.words)]
+    if not faults:
+        sys.exit(f"python -m tests.faults: no row of faults.txt holds {' and '.join(options.words)}")
+    found = read(options.read) if options.read else attempt(faults, options)
+    if options.write:
+        known, here = read(KNOWN), machine()
+        if not (options.k or options.read):     # Tests that are no more are forgotten.
+            beginnings = tuple(name for *_, tests in faults for name in tests.split())
+            known = {key: line for key, line in known.items()
+                     if not (key[0] == here and key[1].startswith(beginnings))}
+        faults, outcomes = every, dict(sorted((known | found).items()))
+        write(list(outcomes.values()), KNOWN)
+    else:
+        outcomes = found
+    print(text := tables(faults, outcomes))
+    if options.write:
         readme = FOLDER / "README.md"
         readme.write_text(markdown.replace_between(readme.read_text("utf-8"), "faults", text), "utf-8")
-    return int(total["failed"] > 0 or not total["passed"])
+    results = Counter(line["outcome"] for line in found.values())
+    return int(results["failed"] > 0 or not results["passed"])
 
 
 if __name__ == "__main__":

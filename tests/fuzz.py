@@ -1,11 +1,13 @@
-"""Mutated logs, records and shards, of which none may end in anything but an error of one line.
+"""Mutated logs, records, shards, models and checkpoints: none may end in anything but an error of one line.
 
     python -m tests.fuzz [N]        N of each kind, 10,000 if it is not given; tests/test_hostile.py tries 200
 
 Each starts as a whole file. Bytes are flipped, cut out, doubled or replaced, or a value of its JSON becomes
 another one that somebody might send: a huge number, a text with markup, a deep list.
 """
+import contextlib
 import copy
+import functools
 import gzip
 import json
 import random
@@ -13,19 +15,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import torch
 
+import train_gpt
 from data import peek
 from data.errors import DataError
 from data.loader import Loader, StepShape, TextSettings
 from data.shards import Manifest, publish, write_shard
+from kernels.ranks.collectives import Collectives
+from kernels.ranks.world import World
+from records.run import checkpoint, weights
+from records.run.settings import UserError
 from records.tools import check, pool, record, watch
 from records.tools.logs import read_log
 from records.tools.report import html_page
 from records.tools.schema import RecordError
 from tests.synthetic import MadeUp, foreign_log, made_up_lines
+from use import model
 
 EVIL = [
     None, True, -1, 0, 10 ** 9, 10 ** 30, 1e308, -1e308, float("nan"), float("inf"), "", "x" * 5000,
@@ -146,21 +157,7 @@ RECORD = {
 def fuzz_shard(folder: Path, rng: random.Random) -> None:
     """A mutated shard, looked into and loaded as a training run does; sometimes its manifest instead."""
     place = folder / "shards"
-    if not place.exists():
-        (place / "new").mkdir(parents=True)
-        tokens = np.random.default_rng(0).integers(0, 256, 4000)
-        tokens[::90] = 256
-        write_shard(place / "new" / "train_000000.bin", tokens)
-        write_shard(place / "new" / "val_000000.bin", tokens[:2000])
-        publish(place / "new", place)
-        ORIGINAL.update((p.name, p.read_bytes()) for p in place.iterdir() if p.is_file())
-    for name, contents in ORIGINAL.items():
-        (place / name).write_bytes(contents)
-    name = rng.choice([*ORIGINAL, "train_000000.bin", "val_000000.bin"])
-    if name == "manifest.json" and rng.random() < 0.5:
-        (place / name).write_text(json.dumps(mutated_json(json.loads(ORIGINAL[name]), rng)))
-    else:
-        (place / name).write_bytes(mutated_bytes(ORIGINAL[name], rng))
+    mutate_one(place, make_shards, rng)
     if rng.random() < 0.5:
         (place / "manifest.json").unlink()
     Manifest(place).changed()
@@ -170,9 +167,78 @@ def fuzz_shard(folder: Path, rng: random.Random) -> None:
     list(Loader(text, [StepShape(512, 128, False)] * 3, 0, 1, None).batches(2))
 
 
-ORIGINAL: dict[str, bytes] = {}
+def make_shards(place: Path) -> None:
+    (place / "new").mkdir(parents=True)
+    tokens = np.random.default_rng(0).integers(0, 256, 4000)
+    tokens[::90] = 256
+    write_shard(place / "new" / "train_000000.bin", tokens)
+    write_shard(place / "new" / "val_000000.bin", tokens[:2000])
+    publish(place / "new", place)
+
+
+def mutate_one(place: Path, make: Callable[[Path], None], rng: random.Random) -> None:
+    """Bring a folder back to what `make` wrote into it, and change one of its files."""
+    if place not in ORIGINALS:
+        make(place)
+        ORIGINALS[place] = {p.name: p.read_bytes() for p in place.iterdir() if p.is_file()}
+    for name, contents in ORIGINALS[place].items():
+        (place / name).write_bytes(contents)
+    name = rng.choice([name for name in ORIGINALS[place] if not name.endswith(".md")])
+    contents = ORIGINALS[place][name]
+    if name.endswith(".json") and rng.random() < 0.5:
+        contents = json.dumps(mutated_json(json.loads(contents), rng)).encode()
+    else:
+        contents = mutated_bytes(contents, rng)
+    (place / name).write_bytes(contents)
+
+
+@functools.cache
+def tiny_trainer(**changes: object) -> SimpleNamespace:
+    """As much of a trainer as is saved: a model and its optimizer, after a step that wrote some rows."""
+    config, world = replace(TINY, **changes), World()
+    gpt = train_gpt.GPT(config, CPU, Collectives(1))
+    optimizer = train_gpt.Optimizer(gpt, config, world)
+    table = optimizer.shards["n-gram table"].table
+    table.weight[::9], table.last[::9] = 1.0, 1.0
+    return SimpleNamespace(config=config, model=gpt, optimizer=optimizer, world=world,
+                           schedule=train_gpt.Schedule(config))
+
+
+@torch.no_grad()
+def make_model(place: Path) -> None:
+    report = SimpleNamespace(rank=0, losses=[1.0], tokens=1, clock=SimpleNamespace(seconds=1.0),
+                             validation_loss=1.0, scores={})
+    with contextlib.redirect_stdout(None):
+        weights.save_model(tiny_trainer(save=str(place)).model, report, None)
+
+
+def fuzz_model(folder: Path, rng: random.Random) -> None:
+    mutate_one(folder / "model", make_model, rng)
+    saved = model.load(folder / "model", CPU, **model.PLAIN)
+    model.vocabulary_of(saved.facts, None)
+    if saved.written:
+        saved.written(torch.arange(20))
+
+
+@torch.no_grad()
+def make_checkpoint(place: Path) -> None:
+    trainer = tiny_trainer(checkpoint=str(place.parent), checkpoint_every=1)
+    with checkpoint.Keeper(trainer, train_gpt.RunLog("", False)) as keeper:
+        keeper.after(1)         # of two for Adam, so that there are gradients as well
+
+
+def fuzz_checkpoint(folder: Path, rng: random.Random) -> None:
+    mutate_one(folder / "step-0000001", make_checkpoint, rng)
+    checkpoint.restore(tiny_trainer(), checkpoint.find(replace(TINY, resume=str(folder))))
+
+
+CPU = torch.device("cpu")
+TINY = train_gpt.parse("--preset cpu --width 32 --head_dim 16 --qk_dim 16 --ngram_rows 1024 --window_block 4 "
+                       "--data_path x --attention plain --compile false".split())[0]
+ORIGINALS: dict[Path, dict[str, bytes]] = {}
 KINDS: dict[str, Callable[[Path, random.Random], None]] = {
     "logs": fuzz_log, "foreign logs": fuzz_foreign_log, "records": fuzz_record, "shards": fuzz_shard,
+    "models": fuzz_model, "checkpoints": fuzz_checkpoint,
 }
 
 
@@ -182,7 +248,7 @@ def fuzz(kind: str, folder: Path, seeds: range) -> tuple[int, dict[int, BaseExce
     for seed in seeds:
         try:
             KINDS[kind](folder, random.Random(f"{kind} {seed}"))
-        except (RecordError, DataError) as error:
+        except (RecordError, DataError, UserError) as error:
             refused += 1
             if "\n" in str(error):
                 broken[seed] = error

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, environment
+from conftest import ROOT, TINY, environment, left_in_memory
 from synthetic import write_run
 
 from data.shards import write_shard
@@ -80,17 +80,14 @@ def test_runs_of_one_process_leave_nothing(shards, tmp_path):
 
 def test_processes_leave_nothing(shards, tmp_path):
     """In shared memory and among temporary files; and each log is whole."""
-    def places() -> set[Path]:
-        return {*Path("/dev/shm").iterdir(), *temporary.iterdir()}
-
-    temporary = tmp_path / "temporary"
+    temporary, memory = tmp_path / "temporary", {*os.listdir("/dev/shm")}
     temporary.mkdir()
     flags = [*FLAGS, "--data_path", shards]
     found = []
     for _ in range(MANY):
         measured("train_gpt.py", *flags, RUNS_PATH=str(tmp_path / "runs"), TMPDIR=str(temporary),
                  **ON_GPU)
-        found.append(places())
+        found.append({*left_in_memory(memory), *temporary.iterdir()})
     logs = [path.read_text().splitlines() for path in (tmp_path / "runs").glob("*/log.jsonl")]
     assert [json.loads(lines[-1])["kind"] for lines in logs] == ["summary"] * MANY
     assert found[-1] == found[0]                        # The first makes the folder of torch's caches.

@@ -7,11 +7,14 @@ The tests run in a copy of the checkout, first as it is and then with each mutat
 test fails or takes longer than TIMEOUT_S. The exit status is 1 if fewer than 95% are caught, if a survivor
 has no reason beside it, or if a mutated line is not in its file any more.
 """
+import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,8 +67,10 @@ def passes(tests: str, checkout: Path) -> bool:
         try:
             return process.wait(TIMEOUT_S) == 0
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
             return False
+        finally:            # Ranks that wait for one another may be left of a test that failed, too.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def split_words(tests: str) -> list[str]:
@@ -92,8 +97,13 @@ def survivors(mutations: list[Mutation], checkout: Path) -> list[Mutation]:
 
 
 def main() -> int:
-    words = sys.argv[1:]
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="parts of the paths of files (default: all files)")
+    words = parser.parse_args().words
     chosen = [m for m in read_table(TABLE.read_text()) if not words or any(word in m.file for word in words)]
+    if not chosen:
+        parser.error(f"no file of {TABLE.name} has {' or '.join(words)} in its path")
     stale = [m for m in chosen if (ROOT / m.file).read_text().count(m.old) != 1]
     for mutation in stale:
         print(f"{mutation.file} does not hold this once: {mutation.old}; mend tests/mutations.txt")

@@ -242,6 +242,14 @@ def test_a_hash_changes_with_every_bit(x):
     assert hash_bits(words) != hash_bits(words.flip(0))
 
 
+def test_a_hash_in_pieces_is_that_of_the_whole(monkeypatch):
+    x = torch.randn(1001).bfloat16()
+    whole = hash_bits(x)
+    for piece in (1, 7, 250):
+        monkeypatch.setattr("kernels.ranks.world.PIECE", piece)
+        assert hash_bits(x) == whole
+
+
 @pytest.mark.parametrize("tied, adam", [(True, True), (False, True), (False, False)])
 def test_weights_are_gathered_for_the_layer_that_uses_them(trainer, tied, adam):
     """And gradients are summed behind the layer that is the last to add to them."""

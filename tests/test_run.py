@@ -156,6 +156,39 @@ def test_a_non_finite_loss_stops_the_run(tmp_path, shards):
     assert events[-1]["kind"] == "stopped" and events[-1]["step"] == step - 1 == len(logged)
 
 
+def test_a_non_finite_last_update_scores_nothing(tmp_path, shards):
+    """No training loss follows it, so that of validation is the first to tell."""
+    words = ["--lr_scale", "1,1,1e30", "--steps", "3", "--extra_steps", "0", "--adam_every", "1"]
+    result = command(*SHORTER, *words, "--save", str(tmp_path / "model"), DATA_PATH=str(shards),
+                     RUNS_PATH=str(tmp_path))
+    refused(result, "after step 3: the validation loss is nan; nothing is scored")
+    *events, last = read_log(tmp_path)
+    assert last["kind"] == "stopped" and last["step"] == 3 and not (tmp_path / "model").exists()
+    assert [event["kind"] for event in events[1:]] == ["step"] * 3
+
+
+@pytest.mark.parametrize("error, status", [
+    (json.JSONDecodeError("Expecting value", "{", 1), 2), (ValueError("a mistake"), None),
+    (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), 2),
+], ids=["JSON", "a mistake", "kernel"])
+def test_a_damaged_cache_of_kernels(tmp_path, shards, monkeypatch, error, status):
+    """What the libraries raise then, also behind an error of the compiler; a mistake keeps its traceback."""
+    def warm_up(trainer):
+        try:
+            raise error
+        except Exception as cause:
+            raise RuntimeError("compiler failed") from cause
+
+    monkeypatch.setattr(train_gpt.Trainer, "warm_up", warm_up)
+    words = dict(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
+    if status is None:
+        with pytest.raises(RuntimeError, match="compiler failed"):
+            command(*SHORTER, **words)
+        return
+    refused(command(*SHORTER, **words), "a compiled kernel is damaged", str(error), "TRITON_CACHE_DIR")
+    assert "a compiled kernel is damaged" in read_log(tmp_path)[-1]["reason"]
+
+
 def test_a_full_disk(shards, tmp_path, monkeypatch):
     monkeypatch.setenv("RUNS_PATH", str(tmp_path / "runs"))
     log = train_gpt.RunLog("short")

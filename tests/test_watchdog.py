@@ -123,9 +123,14 @@ def test_who_hangs(ranks: Callable[[int], list[tuple[int, bool]]], found: tuple[
     assert next(((t, hung) for t, hung in judged if hung), None) == found
 
 
-def test_a_collective_that_fails_ends_in_one_line():
-    with pytest.raises(RankError, match=r"^another rank .* for 600 s \(Timed out\)$"), with_others():
-        raise RuntimeError("[gloo/buffer.cc:81] Timed out")
+@pytest.mark.parametrize("error, reason", [
+    ("[gloo/buffer.cc:81] Timed out", "Timed out"),
+    ("NCCL error in: x.cpp:1, unhandled system error\nncclSystemError: A call failed.\nLast error:\n"
+     "Error while creating /dev/shm/nccl-a", "Error while creating /dev/shm/nccl-a"),
+], ids=["gloo", "nccl"])
+def test_a_collective_that_fails_ends_in_one_line(error, reason):
+    with pytest.raises(RankError, match=rf"^another rank .* for 600 s \({reason}\)$"), with_others():
+        raise RuntimeError(error)
 
 
 def test_the_place_is_that_of_the_main_thread():

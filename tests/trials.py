@@ -4,11 +4,13 @@ What needs a mounted file system is skipped where nobody may mount one.
 """
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, TINY, environment, write_documents
 from hub_server import HubServer
 from synthetic import commit_sources, write_run
@@ -48,12 +50,16 @@ def place(tmp_path) -> dict[str, Path | str]:
             "short": " ".join(SHORT)}
 
 
-def attempt(name: str, place: dict, out: int | None = None, **variables: str) -> subprocess.CompletedProcess:
-    """Run one of COMMANDS, or a command line; none may end in a traceback or in an ignored error."""
+def attempt(name: str, place: dict, out: int | None = None, inside: tuple[str, ...] = (),
+            **variables: str) -> subprocess.CompletedProcess:
+    """Run one of COMMANDS, or a command line; none may end in a traceback or in an ignored error.
+
+    `inside` is a command that runs it.
+    """
     words = COMMANDS.get(name, name).format(**place).split()
     variables = {"RUNS_PATH": str(place["out"])} | variables
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment(**variables), timeout=300,
-                          stdout=out or subprocess.PIPE, stderr=subprocess.PIPE)
+    done = subprocess.run([*inside, sys.executable, *words], cwd=ROOT, env=environment(**variables),
+                          timeout=300, stdout=out or subprocess.PIPE, stderr=subprocess.PIPE)
     done.stderr = done.stderr.decode("utf-8", "replace")
     bad = "Traceback", "Exception ignored", "Warning:"
     assert not any(said in done.stderr for said in bad), done.stderr
@@ -127,6 +133,46 @@ def test_weights_that_a_disk_does_not_take_leave_no_part(place, bad_disk):
     assert not [p for p in bad_disk.rglob("*") if p.is_file()]
 
 
+@pytest.fixture(scope="module")
+def kernels(shards, tmp_path_factory) -> Path:
+    """Caches that a run has filled."""
+    folder = tmp_path_factory.mktemp("kernels")
+    done = compiled(folder, shards)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def compiled(caches: Path, shards: Path) -> subprocess.CompletedProcess:
+    """A run on a GPU, by run.sh, whose compiled kernels are in this folder."""
+    variables = environment(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
+                            TORCHINDUCTOR_COMPILE_THREADS="4", TRITON_CACHE_DIR=f"{caches}/triton",
+                            TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", PYTHON=sys.executable)
+    words = "./run.sh", *SHORT, "--attention", "plain", "--data_path", str(shards), "--write_log", "false"
+    return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("keep", [0.5, 0], ids=["cut", "empty"])
+def test_caches_of_kernels_that_are_damaged(kernels, shards, tmp_path, keep):
+    """What they lack is compiled anew, or a line says which folders to remove."""
+    copy = shutil.copytree(kernels, tmp_path / "copy", symlinks=True)
+    files = [path for path in copy.rglob("*") if path.is_file() and not path.is_symlink()]
+    for path in files:
+        os.truncate(path, int(keep * path.stat().st_size))
+    done = compiled(copy, shards)
+    assert len(files) > 20 and "Traceback" not in done.stderr, (len(files), done.stderr)
+    # A library that was cut short ends the process as soon as it is read.
+    said = "train_gpt.py: a compiled kernel is damaged", "run.sh: rank 0 was ended by SIGBUS; a file that"
+    assert not done.returncode or done.stderr.splitlines()[-1].startswith(said), done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_caches_of_kernels_on_a_disk_that_takes_nothing_more(bad_disk, shards):
+    done = compiled(bad_disk, shards)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert not done.returncode or done.stderr.splitlines()[-1].startswith("train_gpt.py: "), done.stderr
+
+
 def test_fineweb_onto_a_disk_that_takes_nothing_more(place, bad_disk):
     with HubServer({VAL: gpt2_shard(0, 60_000), TRAIN1: gpt2_shard(1, 60_000)}) as hub:
         done = attempt("-m data.fineweb --shards 1 --out {out}/f", place, HF_ENDPOINT=hub.url,
@@ -145,6 +191,28 @@ def test_a_run_folder_that_vanishes(place):
         pass
     subprocess.run(["rm", "-r", place["out"]], check=True)
     assert process.wait(120) == 0 and "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("name, runs, status", [
+    ("train", "{out}", 0), ("train", f"{ROOT}/records/runs", 2),
+    (f"-m data.text {{text}} --bytes --split line --out {ROOT}/new", "", 2),
+    ("-m records report", "", 2), ("-m records.tools.profile {short} --data_path {shards}", "", 2),
+], ids=["train", "train into it", "text", "report", "profile"])
+def test_a_checkout_that_cannot_be_written(place, name, runs, status):
+    """In a view of the file system of its own. A run needs only a place for its log."""
+    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && cd "$0" && exec "$@"'
+    inside = "unshare", "--mount", "sh", "-c", mount, str(ROOT)
+    if subprocess.run([*inside, "true"], capture_output=True).returncode:
+        pytest.skip("may not mount a file system here")
+    done = attempt(name, place, inside=inside, RUNS_PATH=runs.format(**place))
+    assert done.returncode == status, done
+    if status:
+        one_line(done, "Read-only file system")
+
+
+@pytest.mark.parametrize("tool", ["profile --out /dev/null/traces", "ablate --data_path /dev/null/shards"])
+def test_tools_that_train_end_as_the_program_does(place, tool):
+    one_line(attempt(f"-m records.tools.{tool} {{short}}", place), "/dev/null", f"records.tools.{tool[:6]}")
 
 
 @pytest.mark.parametrize("variables, words", [

@@ -5,6 +5,7 @@ many billion numbers needs no room on the device, and of the host's memory only 
 """
 import argparse
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -20,8 +21,9 @@ from data.errors import DataError, one_line_errors
 from data.vocabulary import BytePairs, Bytes, load_vocabulary
 from kernels.loss.cross_entropy import CAP, SHIFT, WIDTH
 from kernels.ranks.collectives import Collectives
+from records.run.checks import check_config
 from records.run.settings import UserError
-from records.run.weights import read_model
+from records.run.weights import VOCABULARIES, fitting, read_model
 
 # Sampling takes few tokens at a time, for which plain PyTorch in bfloat16 is as fast as the kernels.
 PLAIN = {"reference": ("all",), "compile": False, "fp8": ()}
@@ -43,6 +45,9 @@ class WrittenRows:
         self.rows = [tensors.pop(f"ngrams.rows.{i}") for i in range(count)]
         numbers = [tensors.pop(f"ngrams.numbers.{i}") for i in range(count)]
         self.numbers = torch.cat([torch.empty(0, dtype=torch.int32), *numbers])
+        if (any(x.shape != (len(n), like.shape[1]) for x, n in zip(self.rows, numbers))
+                or self.numbers.dtype != torch.int32 or not (self.numbers.diff() > 0).all()):
+            raise ValueError("the rows of the n-gram table and their numbers")
         self.ends = torch.tensor([len(rows) for rows in self.rows], dtype=torch.long).cumsum(0)
         self.like = like                # what is looked up has its width, dtype and device
 
@@ -64,12 +69,16 @@ def load(folder: Path, device: torch.device, **changes: object) -> Saved:
 
     UserError where the folder does not hold a whole model of this program.
     """
-    facts, tensors = read_model(folder)
-    config = replace(config_of(facts, folder), **changes)
-    rows = config.ngram_rows if config.ngrams else 0
-    look_up = None
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = train_gpt.GPT(replace(config, ngram_rows=min(rows, 1)), device, Collectives(1))
+    with fitting(folder), torch.random.fork_rng(devices=[]), torch.no_grad():
+        facts, tensors = read_model(folder)
+        config = config_of(facts, folder)
+        check_config(config, train_gpt.Ops._fields)
+        config = replace(config, **changes)
+        rows, look_up = config.ngram_rows if config.ngrams else 0, None
+        short = replace(config, ngram_rows=min(rows, 1))
+        # A model of no memory first, so that the files are no shorter than what is made for them.
+        check_shapes(folder, train_gpt.GPT(short, torch.device("meta"), Collectives(1)), tensors)
+        model = train_gpt.GPT(short, device, Collectives(1))
         if rows:
             look_up = WrittenRows(tensors, model.ngrams.table)
             # Of the long table the model needs only the length, by which n-grams are hashed.
@@ -79,18 +88,26 @@ def load(folder: Path, device: torch.device, **changes: object) -> Saved:
             def lookup(table: Tensor, order, *more) -> Tensor:
                 return look_up(order.index) if table.is_meta else plain(table, order, *more)
             model.ops = model.ops._replace(lookup=lookup)
-        mine = {name: x for name, x in model.state_dict().items() if not x.is_meta}
-        for name in mine.keys() ^ tensors.keys():
-            raise UserError(f"{folder}: {name} is {'missing' if name in mine else 'unknown'}; the model is "
-                            "not whole, or of another version of this program")
-        for name, x in mine.items():
-            if x.shape != tensors[name].shape:
-                raise UserError(f"{folder}: {name} is {tuple(tensors[name].shape)}, by its config.json "
-                                f"{tuple(x.shape)}; the files are of two models")
-            x.copy_(tensors[name])
-    schedule = train_gpt.Schedule(config)
-    step = schedule.validation(len(schedule))._replace(tied=False)
-    return Saved(model, step, facts, look_up)
+        for name, x in model.state_dict().items():
+            if not x.is_meta:
+                x.copy_(tensors[name])
+        schedule = train_gpt.Schedule(config)
+        step = schedule.validation(len(schedule))._replace(tied=False)
+        return Saved(model, step, facts, look_up)
+
+
+def check_shapes(folder: Path, model: train_gpt.GPT, tensors: dict[str, Tensor]) -> None:
+    """UserError if the tensors are not those of the model and rows of the n-gram table."""
+    wanted = {name: tuple(x.shape) for name, x in model.state_dict().items() if name != "ngrams.table"}
+    found = {name: tuple(x.shape) for name, x in tensors.items()
+             if not re.fullmatch(r"ngrams\.(rows|numbers)\.\d+", name)}
+    for name in wanted.keys() ^ found.keys():
+        raise UserError(f"{folder}: {name} is {'missing' if name in wanted else 'unknown'}; the model is not "
+                        "whole, or of another version of this program")
+    for name, shape in wanted.items():
+        if shape != found[name]:
+            raise UserError(f"{folder}: {name} is {found[name]}, by its config.json {shape}; the files are "
+                            "of two models")
 
 
 def config_of(facts: dict, folder: Path) -> train_gpt.Config:
@@ -119,7 +136,7 @@ def vocabulary_of(facts: dict, given: Path | None) -> Bytes | BytePairs:
 
     UserError if it is neither, or of another size.
     """
-    if given is None and facts.get("vocabulary") is None:
+    if given is None and facts.get("vocabulary") not in VOCABULARIES.values():
         raise UserError("the model's vocabulary has no name; give its file of ranks with --vocabulary")
     vocabulary, size = load_vocabulary(given or facts["vocabulary"]), facts["config"]["vocab_size"]
     if vocabulary.size != size:

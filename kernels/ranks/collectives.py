@@ -56,9 +56,13 @@ def with_others() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = shorten(re.sub(r"^\[[^]]*\] *", "", str(error)), 80)      # without a line of gloo's sources
         raise RankError(f"another rank has ended, or has not answered for {PATIENCE.total_seconds():.0f} s "
-                        f"({reason})") from None
+                        f"({reason_of(error)})") from None
+
+
+def reason_of(error: Exception) -> str:
+    """What torch.distributed says, without NCCL's general words and without a line of gloo's sources."""
+    return shorten(re.sub(r"^\[[^]]*\] *", "", str(error).rpartition("Last error:")[2].strip()), 150)
 
 
 class Copies(NamedTuple):

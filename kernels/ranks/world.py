@@ -2,7 +2,6 @@
 import gc
 import os
 from collections.abc import Callable
-from textwrap import shorten
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from kernels.ranks.collectives import (
     RankError,
     can_copy,
     ranks_here,
+    reason_of,
     with_others,
 )
 from kernels.ranks.nodes import Nodes, groups
@@ -22,12 +22,19 @@ from kernels.ranks.watchdog import Watchdog, progress
 from kernels.streams import side_stream
 
 
+PIECE = 2 ** 22     # words of 8 bytes that are hashed at a time: what is computed with them takes memory
+
+
 def hash_bits(x: Tensor) -> Tensor:
     """64 bits (0-dim int64) that change if any one bit of x changes, and likely if several do."""
     bytes_ = x.detach().reshape(-1).view(torch.uint8)
     words = torch.nn.functional.pad(bytes_, (0, -len(bytes_) % 8)).view(torch.int64)
-    # An odd factor loses no bit, and another one for each place tells an exchange of words.
-    return ((words ^ words >> 32) * (2 * torch.arange(len(words), device=x.device) + 1)).sum()
+    places, sums = torch.arange(min(len(words), PIECE), device=x.device), []
+    for first in range(0, len(words), PIECE):
+        piece = words[first:first + PIECE]
+        # An odd factor loses no bit, and another one for each place tells an exchange of words.
+        sums.append(((piece ^ piece >> 32) * (2 * (places[:len(piece)] + first) + 1)).sum())
+    return torch.stack(sums).sum()
 
 
 def launched() -> tuple[int, int, int]:
@@ -63,6 +70,8 @@ class World:
             torch.cuda.set_device(self.device)
             # With a workspace cuBLASLt clears it before every FP8 matmul, which takes 0.7% of a step.
             os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
+            # A rank that NCCL gives up would first wait a minute and a half for a report that nobody reads.
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         self.watchdog = None
         if self.size > 1:
             try:
@@ -70,8 +79,8 @@ class World:
                                         device_id=self.device if on_gpu else None)
                 self.watchdog = Watchdog(self.rank, self.size, PATIENCE.total_seconds())
             except (RuntimeError, ValueError) as error:     # torch's own errors among them
-                reason = shorten(str(error), 200)
-                raise RankError(f"the ranks do not find each other ({reason}); start with torchrun") from None
+                raise RankError(f"the ranks do not find each other ({reason_of(error)}); start with "
+                                "torchrun") from None
         self.collectives = Collectives(self.size)
         self.found: dict[str, dict] = {}            # by records/run/fit.py before a run, for its log
 

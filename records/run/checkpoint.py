@@ -39,16 +39,26 @@ from torch import Tensor
 from kernels.streams import side_stream
 from records.run.log import LogError, disk_errors
 from records.run.settings import UserError, shown
-from records.run.weights import TensorFiles, check_place, plain, publish, read_json, read_tensors, write_json
+from records.run.weights import (
+    TensorFiles,
+    check_place,
+    fitting,
+    plain,
+    publish,
+    read_json,
+    read_tensors,
+    write_json,
+)
 
 FORMAT, VERSION = "readable-speedrun-checkpoint", 1
 KEPT = 2                # checkpoints
+NAME = "step-{:07d}"    # of their folders
 PART = 2 ** 21          # rows of the n-gram table that are copied at a time
 # Settings that may change from one run to the run that goes on: they do not say what a step computes.
 FREE = {"preset", "name", "runs", "target", "data_path", "val_tokens", "val_every", "val_chunk",
         "val_sequence_length", "val_window", "score", "attention", "fp8", "reference", "compile", "capture",
-        "overlap", "peer_copies", "check_ranks", "deterministic", "write_log", "save", "checkpoint",
-        "checkpoint_every", "checkpoint_on_stop", "resume"}
+        "overlap", "peer_copies", "doctor", "check_ranks", "deterministic", "write_log", "save",
+        "checkpoint", "checkpoint_every", "checkpoint_on_stop", "resume"}
 
 
 def check_saving(config) -> None:
@@ -242,7 +252,7 @@ class Keeper:
 
         Returns the step, the bytes that this rank wrote and the seconds that took.
         """
-        begin, name = time.perf_counter(), f"step-{copy.step:07d}"
+        begin, name = time.perf_counter(), NAME.format(copy.step)
         part, error = self.folder / f"{name}.part", None
         with torch.cuda.stream(self.stream):            # with None nothing changes
             if copied:
@@ -250,18 +260,20 @@ class Keeper:
             files = TensorFiles(part, f"rank{self.world.rank}")
             try:
                 part.mkdir(exist_ok=True)
+                finite = bool(copy.finite)
                 for key, x in copy.tensors.items():
+                    finite &= bool(x.isfinite().all())      # The last update has no loss yet.
                     files.add(key, x)
                 files.flush()
             except OSError as caught:
                 error = caught
-            failed = self.agreed(error is not None or not copy.finite, 0)
+            failed = self.agreed(error is not None or not finite, 0)
         with disk_errors(f"the checkpoint {part}"):
             if error:
                 raise error
             if failed:
-                raise LogError(f"the checkpoint {part} is not whole: another rank could not write it, or the "
-                               "loss is not finite")
+                raise LogError(f"the checkpoint {part} is not whole: another rank could not write it, or a "
+                               "loss or a weight is not finite")
             if self.world.rank == 0:
                 sizes = {path.name: path.stat().st_size for path in sorted(part.glob("*.safetensors"))}
                 write_json(part / "index.json", {
@@ -293,29 +305,51 @@ class Found(NamedTuple):
 
 
 def find(config) -> Found | None:
+    """The checkpoint to go on from; None where the run begins.
+
+    UserError where there is none, where it is not whole, where a setting that counts was another one, or
+    where the folder of `--checkpoint` holds one that is further: by its number it would outlive those of this
+    run.
+    """
+    found, folder = newest(config), Path(config.checkpoint)
+    others = checkpoints(folder) if config.checkpoint else []
+    if others and others[-1].name > NAME.format(found.step if found else 0):
+        raise UserError(f"--checkpoint {shown(folder)}: holds {others[-1].name}, which is further; go on "
+                        f"from it with --resume {shown(folder)}, or choose another folder")
+    return found
+
+
+def newest(config) -> Found | None:
     """The checkpoint that `--resume` means; None without it.
 
-    UserError where there is none, where it is not whole, or where a setting that counts was another one.
+    None as well if `--checkpoint` names the same folder, which has none yet: so one command begins a run and,
+    given again, goes on.
     """
     if not config.resume:
         return None
     folder = Path(config.resume)
     if not (folder / "index.json").exists():
         if not (inside := checkpoints(folder)):
+            if config.checkpoint and folder == Path(config.checkpoint):
+                return None
             raise UserError(f"--resume {folder}: holds no checkpoint; --checkpoint {folder} with "
                             "--checkpoint_every writes them")
         folder = inside[-1]
     index = read_json(folder / "index.json", FORMAT, VERSION)
-    for name, size in index["files"].items():
-        path = folder / Path(name).name
-        if not path.exists() or path.stat().st_size != size:
-            raise UserError(f"{path}: truncated or missing; resume from another one in {folder.parent}")
-    mine = plain(config)
-    for name, theirs in index["config"].items():
-        if name in mine and name not in FREE and theirs != mine[name]:
-            what = f"--{name} was {theirs!r}, here it is {mine[name]!r}"
-            what = f"{name} were others" if name in ("layers", "stages") else what
-            raise UserError(f"--resume {folder}: its {what}; give the same settings")
+    with fitting(folder):
+        step, ranks, last = index["step"], index["ranks"], config.steps + config.extra_steps - 1
+        if not (type(step) is type(ranks) is int and 1 <= step <= last and 1 <= ranks < 10_000):
+            raise ValueError(f"step {step}, {ranks} ranks")
+        for name, size in index["files"].items():
+            path = folder / Path(name).name
+            if not path.exists() or path.stat().st_size != size:
+                raise UserError(f"{path}: truncated or missing; resume from another one in {folder.parent}")
+        mine = plain(config)
+        for name, theirs in index["config"].items():
+            if name in mine and name not in FREE and theirs != mine[name]:
+                what = f"--{name} was {shown(theirs)}, here it is {shown(mine[name])}"
+                what = f"{name} were others" if name in ("layers", "stages") else what
+                raise UserError(f"--resume {folder}: its {what}; give the same settings")
     return Found(folder, index)
 
 
@@ -351,9 +385,14 @@ class Pieces:
         return whole.view(like.shape)
 
 
-@torch.no_grad()
 def restore(trainer, found: Found) -> int:
     """Bring a new trainer to where the checkpoint's was; returns how many steps are done."""
+    with torch.no_grad(), fitting(found.folder):
+        restore_state(trainer, found)
+    return found.step
+
+
+def restore_state(trainer, found: Found) -> None:
     optimizer, world, pieces = trainer.optimizer, trainer.world, Pieces(found)
     pending = found.step % trainer.config.adam_every > 0
     for name, shard in optimizer.shards.items():
@@ -375,7 +414,6 @@ def restore(trainer, found: Found) -> int:
         for text in pieces.tensor("retrieval/text").split(steps):
             index.add(text.to(world.device))
     optimizer.tied = trainer.schedule.at(found.step - 1).tied
-    return found.step
 
 
 def own_gradient(name: str, p: Tensor, pieces: Pieces, ranks: int, world) -> Tensor:

@@ -2,23 +2,51 @@
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
-from data.errors import system_error
+from data.errors import printable, system_error
 from data.shards import ShardError
 from kernels.ranks.world import RankError
 from records.run.log import LogError
 from records.run.progress import Diverged
-from records.run.settings import UserError
+from records.run.settings import UserError, shown
 
 # Anything else is a mistake of the program and keeps its traceback.
 EXPECTED = (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError,
             torch.AcceleratorError, OSError, KeyboardInterrupt)
 
 
-def exit_status(error: BaseException, rank: int) -> int:
-    """The status of a run that one of EXPECTED ends; rank 0 says why.
+# Folders of compilers. Where code of theirs fails in a run that warms up, a file in their caches is damaged,
+# or cannot be written; but a mistake in a kernel of ours has one of MISTAKES.
+COMPILERS = "/triton/", "/torch/_inductor/", "/cutlass/"
+MISTAKES = "CompilationError", "AssertionError", "NameError", "TypeError"
+
+
+@contextmanager
+def whole_caches() -> Iterator[None]:
+    """UserError where a compiled kernel in a cache is damaged: its own error names no file and no remedy."""
+    try:
+        yield
+    except Exception as error:
+        cause, frames = error, traceback.extract_tb(error.__traceback__)
+        while cause.__cause__ or cause.__context__:
+            cause = cause.__cause__ or cause.__context__
+            frames += traceback.extract_tb(cause.__traceback__)
+        theirs = any(name in frame.filename for frame in frames for name in COMPILERS)
+        if isinstance(error, EXPECTED) or type(cause).__name__ in MISTAKES or not theirs:
+            raise
+        raise UserError("a compiled kernel is damaged, or cannot be written "
+                        f"({shown(f'{type(cause).__name__}: {cause}')}); remove the caches: "
+                        "$TRITON_CACHE_DIR or ~/.triton/cache, and $TORCHINDUCTOR_CACHE_DIR or "
+                        "torchinductor_* in the folder for temporary files") from error
+
+
+def exit_status(error: BaseException, rank: int, program: str = "train_gpt.py") -> int:
+    """The status of a `program` that one of EXPECTED ends; rank 0 says why.
 
     The launcher ends all ranks when one fails. So the other ranks wait a little, in case rank 0 fails too.
     """
@@ -35,5 +63,5 @@ def exit_status(error: BaseException, rank: int) -> int:
         time.sleep(2)
         message = f"rank {rank}: {message}"
     if rank == 0 or status != 130:
-        print(f"train_gpt.py: {message}", file=sys.stderr)
+        print(printable(f"{program}: {message}"), file=sys.stderr)
     return status

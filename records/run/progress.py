@@ -60,9 +60,7 @@ class Report:
         if not lap.ready():
             lap.end.synchronize()
         self.loss, ms = self.losses[step.index].item(), lap.ms()
-        if not math.isfinite(self.loss):
-            raise Diverged(f"step {step.index + 1}: the training loss is {self.loss}; stopped before its "
-                           "update. Lower --muon_lr and --adam_lr, or try --fp8 none")
+        self.check_finite(f"step {step.index + 1}: the training loss", self.loss, "stopped before its update")
         self.tokens += step.tokens
         self.step_ms.append(ms)
         self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, momentum=step.momentum,
@@ -73,19 +71,26 @@ class Report:
                              MFU=mfu, refresh=False)
         self.bar.update()
 
+    def check_finite(self, what: str, loss: float, done: str = "nothing is scored") -> None:
+        if not math.isfinite(loss):
+            raise Diverged(f"{what} is {loss}; {done}. Lower --muon_lr and --adam_lr, or try --fp8 none")
+
     def validation(self, steps_done: int, loss: float) -> None:
         """The model after `steps_done` steps has this validation loss, nats a token.
 
-        Call it while the clock is paused.
+        Call it while the clock is paused. Raises Diverged if the loss is not finite: what the last update did
+        to the weights no training loss tells.
         """
         while self.pending:
             self.log_oldest()
+        self.check_finite(f"after step {steps_done:,}: the validation loss", loss)
         self.validation_loss = loss
         self.log.write("validation", step=steps_done, loss=loss, time_s=round(self.clock.seconds, 4),
                        tokens=self.tokens)
 
     def score(self, text: ScoredText, loss: float) -> None:
         """The trained model has this loss, nats a token, on another text."""
+        self.check_finite(f"the loss on {text.name}", loss)
         self.scores[text.name] = loss
         self.log.write("score", text=text.name, loss=loss, tokens=text.tokens, sha256=text.sha256)
 

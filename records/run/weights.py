@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from records.run.settings import UserError, shown
 FORMAT, VERSION = "readable-speedrun-model", 1
 LOG = "log"                             # `--save log`: into the folder of the run's log
 FILE_BYTES = 2_000_000_000              # of a file at most, and so of host memory; hubs ask for at most 5 GB
+MOST_BYTES = 10_000_000                 # of a JSON file
 VOCABULARIES = {257: "bytes", 50257: "gpt2"}        # by size; other ones come from a file
 CARD = """\
 ---
@@ -42,7 +44,7 @@ A small language model of the class of GPT-2's smallest, trained with the readab
 | preset, seed | {preset}, {seed} |
 | data | {data} |
 | steps, tokens | {steps:,}, {tokens:,} |
-| timed training | {time_s:.1f} s |
+| timed training | {time_s:.1f} s{since} |
 | validation loss, nats a token | {loss:.4f} |
 {scores}| parameters | {parameters:,}, without the n-gram table {dense:,} |
 | n-gram rows written | {written:,} of {rows:,} |
@@ -200,12 +202,14 @@ def save_model(model, report, log) -> None:
         dense = sum(p.numel() for p in model.parameters() if p is not table)
         facts = {"name": config.name or config.preset, "preset": config.preset, "seed": config.seed,
                  "data": Path(config.data_path).name, "steps": len(report.losses), "tokens": report.tokens,
-                 "time_s": round(report.clock.seconds, 3), "loss": report.validation_loss,
+                 "time_s": round(report.clock.seconds, 3), "resumed_after": log.first,
+                 "loss": report.validation_loss,
                  "parameters": model.parameter_count(), "dense": dense, "written": written,
                  "rows": 0 if table is None else len(table),
                  "vocabulary": VOCABULARIES.get(config.vocab_size)}
         scores = "".join(f"| {name}, nats a token | {loss:.4f} |\n" for name, loss in report.scores.items())
-        (part / "README.md").write_text(CARD.format(**facts, scores=scores), "utf-8")
+        since = f" since step {log.first}, where it went on from a checkpoint" if log.first else ""
+        (part / "README.md").write_text(CARD.format(**facts, scores=scores, since=since), "utf-8")
         write_json(part / "config.json", {"format": FORMAT, "version": VERSION, **facts,
                                           "scores": report.scores, "config": plain(config)})
         publish(part, folder)
@@ -224,9 +228,25 @@ def name_files(files: TensorFiles) -> None:
                    {"metadata": {"total_size": files.size}, "weight_map": places})
 
 
+@contextmanager
+def fitting(folder: Path) -> Iterator[None]:
+    """UserError where what a folder holds does not fit together: a stranger may have made it."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError, MemoryError,
+            RuntimeError) as error:
+        if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):     # not the folder's fault
+            raise
+        reason = shown(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        raise UserError(f"{folder}: damaged, or of another program ({reason}); fetch or save it "
+                        "again") from error
+
+
 def read_json(path: Path, form: str, version: int) -> dict:
     """The JSON object in a file, of this `form` and of a version that is known; UserError if it is not."""
     try:
+        if path.stat().st_size > MOST_BYTES:
+            raise UserError(f"{path}: longer than {MOST_BYTES:,} bytes, as no {form} has it")
         data = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
@@ -234,7 +254,7 @@ def read_json(path: Path, form: str, version: int) -> dict:
     if not isinstance(data, dict) or data.get("format") != form:
         raise UserError(f"{path}: not of a {form}; another program wrote it")
     if not isinstance(data.get("version"), int) or data["version"] > version:
-        raise UserError(f"{path}: version {data.get('version')} of {form}, this program reads up to "
+        raise UserError(f"{path}: version {shown(data.get('version'))} of {form}, this program reads up to "
                         f"{version}; use the program that wrote it")
     return data
 
@@ -244,7 +264,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{path}: truncated or damaged ({error}); fetch or save it again") from None
+        raise UserError(f"{path}: truncated or damaged ({shown(error)}); fetch or save it again") from None
 
 
 def read_model(folder: Path) -> tuple[dict, dict[str, Tensor]]:

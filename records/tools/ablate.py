@@ -16,7 +16,6 @@ steps it can do these:
 """
 import argparse
 import functools
-import os
 import statistics
 import sys
 import time
@@ -29,11 +28,9 @@ import torch
 
 import train_gpt
 from data.loader import to_device
-from data.shards import ShardError
 from records.run.clock import Clock
+from records.run.ending import EXPECTED, exit_status
 from records.run.fit import fitted
-from records.run.log import LogError
-from records.run.progress import Diverged
 from records.run.settings import UserError, change, defaults, split_values
 from records.tools.against import compare_checkouts
 from records.tools.compare import difference_text
@@ -207,12 +204,14 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
 
 
 def main() -> int:
+    rank = 0
     try:
+        rank, _, _ = train_gpt.launched()
         options, settings = arguments()
         train_gpt.parse(settings)           # Wrong settings end here.
         # Each checkout runs in processes of its own, started by the first rank.
         if options.against:
-            if int(os.environ.get("RANK", 0)) == 0:
+            if rank == 0:
                 print(compare_checkouts(options.against, settings, options.repeat))
             return 0
         world = train_gpt.World()
@@ -225,9 +224,8 @@ def main() -> int:
                 say(check(config, world, options.check, deterministic))
         say(train_in_turn(variants, world, say) if options.train else
             time_in_turn(variants, world, options.repeat, say))
-    except (UserError, Diverged, LogError, ShardError, RecordError) as error:
-        print(f"records.tools.ablate: {error}", file=sys.stderr)
-        return 2
+    except (*EXPECTED, RecordError) as error:
+        return exit_status(error, rank, "records.tools.ablate")
     world.close()
     return 0
 

@@ -20,9 +20,8 @@ from tqdm import tqdm
 
 import train_gpt
 from data.loader import to_device
-from data.shards import ShardError
+from records.run.ending import EXPECTED, exit_status
 from records.run.fit import fitted
-from records.run.settings import UserError
 
 # The family of a kernel is the first whose pattern its name has.
 FAMILIES = {
@@ -126,16 +125,17 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("profile"), metavar="FOLDER",
                         help="where traces go (default: profile)")
     options, settings = parser.parse_known_args()
+    rank = 0
     try:
+        rank, _, _ = train_gpt.launched()
         train_gpt.parse(settings)           # Wrong settings end here.
+        options.out.mkdir(parents=True, exist_ok=True)
         world = train_gpt.World()
         trainer = train_gpt.Trainer(train_gpt.parse(fitted(settings, world, train_gpt))[0], world)
-    except (UserError, ShardError) as error:
-        print(f"records.tools.profile: {error}", file=sys.stderr)
-        return 2
-    trainer.warm_up()
-    options.out.mkdir(parents=True, exist_ok=True)
-    columns = profile_steps(trainer, options.out)
+        trainer.warm_up()
+        columns = profile_steps(trainer, options.out)
+    except EXPECTED as error:
+        return exit_status(error, rank, "records.tools.profile")
     # A communicator lives as long as a graph that holds its collectives; `close` would wait for it for ever.
     trainer.graphs.clear()
     if world.rank == 0:
