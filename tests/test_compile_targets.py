@@ -46,7 +46,8 @@ def launches(capability: int) -> list[tuple]:
             with super().counting(), take, on_gpu:
                 yield
 
-    properties = SimpleNamespace(multi_processor_count=132)
+    properties = SimpleNamespace(multi_processor_count=132,
+                                 shared_memory_per_block_optin=SHARED[capability])
     fake = {"get_device_capability": lambda *_: divmod(capability, 10), "Event": lambda: event,
             "get_device_properties": lambda *_: properties}
     config = train_gpt.parse(["--preset", "speedrun", "--data_path", "x", "--ngram_rows", "8388608",
@@ -85,6 +86,7 @@ def compile_for(capability: int, beginning: str) -> dict[str, int | str]:
 def test_kernels_compile_and_fit():
     """In a process of its own, for here Triton may be an interpreter. COMPILE_ALL=1 takes two minutes."""
     pytest.importorskip("triton")
+    from kernels.mlp.relu_squared import SHARED_BYTES
     everything = os.environ.get("COMPILE_ALL") == "1"
     wanted = dict.fromkeys(SHARED, "") if everything else SAMPLE
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -97,6 +99,7 @@ def test_kernels_compile_and_fit():
         assert len(shared) == 1 or everything and len(shared) > 15
         errors = {name: found for name, found in shared.items() if isinstance(found, str)}
         assert not errors and max(shared.values()) <= SHARED[capability], (capability, shared)
+        assert shared.get("product_kernel", 0) <= SHARED_BYTES      # by which the program chooses it
 
 
 if __name__ == "__main__":

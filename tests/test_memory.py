@@ -28,6 +28,8 @@ def hopper():
     """The program asks what device it is for, and is told of one, also where there is none."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch.setattr(torch.cuda, "get_device_properties",
+                      lambda *_: SimpleNamespace(shared_memory_per_block_optin=232_448))
         for name in ("flash_attn", "flash_attn.cute"):
             patch.setitem(sys.modules, name, ModuleType(name))
         sys.modules["flash_attn"].cute = sys.modules["flash_attn.cute"]

@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.example import Example, both_ways
-from kernels.fp8.formats import Quantized, rounding_slack
+from kernels.fp8.formats import Quantized, has_fp8, rounding_slack
 from kernels.fp8.matmul import fp8_matmul
 from kernels.fp8.quantize import quantize
 from kernels.fp8.scales import gradient_scales, mlp_scales
 from kernels.fp8.weights import FP8Weight, fp8_weights
 from kernels.gradients import Gradient
-from kernels.mlp.relu_squared import relu_squared_backward_fp8, relu_squared_fp8
+from kernels.mlp.relu_squared import SHARED_BYTES, relu_squared_backward_fp8, relu_squared_fp8
 
 SAMPLED = 4096  # rows of a gradient, at least, that set its scale: 3.7 µs, where all 49,152 take 24
 
@@ -48,8 +48,9 @@ def feed_forward_weights(w_in: FP8Weight, w_out: FP8Weight, width: int) -> FeedF
 
 
 def has_feed_forward_fp8(device: torch.device) -> bool:
-    """Hopper and Blackwell servers: the tiles take more shared memory than other GPUs have."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+    """Whether there is FP8, and shared memory for the tiles, as on Hopper and on servers' Blackwell."""
+    return has_fp8(device) and (
+        torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= SHARED_BYTES)
 
 
 def weight_gradient(grad: Gradient | None, a: Tensor, b: Tensor, scale_a: Tensor,
