@@ -113,7 +113,8 @@ def recovery(outcomes: Outcomes) -> str:
             way, _, trial = test.partition("[")[2].rstrip("]").partition("-")
             trials.setdefault(trial, {})[way] = f"{line['seconds']:.0f}"
     ways = [way for way in ("gloo", "nccl", "copies") if any(way in found for found in trials.values())]
-    rows = [[*trial.rsplit("-", 2), *(found.get(way, "–") for way in ways)] for trial, found in trials.items()]
+    rows = [[*trial.rsplit("-", 2), *(found.get(way, "–") for way in ways)]
+            for trial, found in trials.items()]
     return ("\n\nSeconds from the fault to the end of all ranks, by how they send:\n\n"
             + markdown.table(["where", "what", "rank", *ways], rows, {0, 1})) if rows else ""
 
