@@ -118,7 +118,9 @@ try:
 except ChildFailedError as error:
     for rank, failure in error.failures.items():
         if failure.exitcode < 0:        # Others have said in one line what is wrong.
-            print(f"run.sh: rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+            name = failure.signal_name()
+            cut = "; a file that it had mapped was cut short: a shard, or a compiled kernel in ~/.triton/cache"
+            print(f"run.sh: rank {rank} was ended by {name}", cut if name == "SIGBUS" else "", sep="", file=sys.stderr)
     sys.exit(max(error.get_first_failure()[1].exitcode, 1))
 except SignalException:
     sys.exit(130)

@@ -1045,9 +1045,10 @@ class Trainer:
     def capture(self, step: Step, batches: list[Batch]) -> None:
         """Record what a step of this kind does as a CUDA graph, from now on replayed by one launch."""
         inputs = [to_device(batch, self.world.device, copy=True) for batch in batches]
-        # Graphs never run at once, so they share memory.
+        # Graphs never run at once, so they share memory: as much as an eager step took at most.
         pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
-        with recorded(pool) as graph:
+        room = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        with recorded(pool, room) as graph:
             self.program(step, inputs)
         self.graphs[step.kind] = graph, inputs
         self.step(step, batches)                    # The first replay uploads the graph.
@@ -1070,15 +1071,18 @@ class Trainer:
         rehearsal = self.loader.rehearsal([step.shape for step in kinds])
         # Graphs come last, because each keeps the memory of its step, and eager steps need their own.
         capture = self.config.capture and self.world.device.type == "cuda"
+        if capture:
+            torch.cuda.reset_peak_memory_stats()
         for act in (self.step, *[self.capture] * capture):
             for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
                 act(step, batches)
+        self.optimizer.restore(snapshot)
+        self.model.guesses.forget()
+        del snapshot                                # Validation takes its memory.
         with torch.no_grad():
             batch = to_device(self.validation.batches[0], self.world.device)
             for steps_done in self.validation_points():
                 self.model(batch, self.schedule.validation(steps_done))
-        self.optimizer.restore(snapshot)
-        self.model.guesses.forget()
         self.world.barrier()                        # Start-up takes as long as the slowest rank's.
 
     def validation_points(self) -> list[int]:

@@ -50,7 +50,7 @@ def moments(rank: int, out: Path, settings: list[str]) -> None:
         trainer, losses = train_gpt.Trainer(config, world), []
         if first:
             folder = f"{config.checkpoint}/step-{first:07d}"
-            checkpoint.restore(trainer, checkpoint.find(replace(config, resume=folder)))
+            checkpoint.restore(trainer, checkpoint.newest(replace(config, resume=folder)))
         with checkpoint.Keeper(trainer, train_gpt.RunLog("", False)) as keeper:
             for step in list(trainer.schedule)[first:]:
                 losses.append(trainer.step(step, trainer.loader.batches(step.index)).item())

@@ -1,14 +1,17 @@
 """Runs that stop and go on: bit for bit on as many ranks, with the same mathematics on others."""
 import json
 import shutil
+import signal
 import sys
-from dataclasses import replace
+import threading
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoint_worker import MOMENTS
 from conftest import ROOT, TINY, process
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from kernels import ngrams
@@ -60,6 +63,8 @@ def test_a_killed_run_goes_on_from_the_checkpoint_before(runs):
     assert rest.steps["step"][0] == 4 and rest.steps["tokens"].tolist() == whole.steps["tokens"][3:].tolist()
     assert "resumed" not in whole.header and not check_clock(whole)
     assert "went on from a checkpoint" in check_clock(rest)[0]
+    cards = [(run.path.parent / "model/README.md").read_text() for run in (whole, rest)]
+    assert ["s since step 3, where it went on from a checkpoint |" in card for card in cards] == [False, True]
 
 
 def test_a_signal_to_one_rank_stops_all_behind_a_checkpoint(runs):
@@ -190,6 +195,7 @@ def test_columns_that_were_moved_at_different_times_are_brought_to_one(monkeypat
     ("", ["--seed", "5"], "its --seed was 0, here it is 5; give the same settings"),
     ("", ["--lr_scale", "1,1,2"], "its stages were others; give the same settings"),
     ("", ["--runs", "2"], "take one run at a time"),
+    ("", ["--checkpoint", "{kept}", "--checkpoint_every", "3"], "holds step-0000007, which is further; go"),
     ("", ["--checkpoint_every", "3"], "give a folder and a number of steps"),
 ])
 def test_a_bad_checkpoint_is_refused_in_one_line(runs, shards, tmp_path, edit, flags, said):
@@ -203,10 +209,52 @@ def test_a_bad_checkpoint_is_refused_in_one_line(runs, shards, tmp_path, edit, f
     elif edit:
         old, new = {"foreign": ("readable", "other"), "newer": ('"version": 1', '"version": 2')}[edit]
         index.write_text(index.read_text().replace(old, new))
-    flags = ["--preset", "cpu", *SHORTER, "--data_path", str(shards), "--resume", str(tmp_path), *flags]
+    flags = [*SHORTER, "--data_path", str(shards), "--resume", str(tmp_path),
+             *(word.format(kept=runs / "kept-1") for word in flags)]
     with pytest.raises(UserError) as error:
-        checkpoint.find(train_gpt.parse(flags)[0])
+        checkpoint.find(train_gpt.parse(["--preset", "cpu", *flags])[0])
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_may_change_when_a_run_goes_on(runs, shards):
+    """Settings that say nothing of what a step computes; and all of them are settings."""
+    assert {f.name for f in fields(train_gpt.Config)} > checkpoint.FREE
+    flags = ["--preset", "cpu", *SHORTER, "--data_path", str(shards), "--resume", str(runs / "kept-1"),
+             "--doctor", "true", "--deterministic", "true", "--val_tokens", "512", "--save="]
+    assert checkpoint.find(train_gpt.parse(flags)[0]).step == 7
+
+
+def test_one_command_begins_and_goes_on(runs, config, tmp_path):
+    """As a job that is started again needs. Without `--resume` the folder of another run is not taken."""
+    config = replace(config, checkpoint=str(tmp_path), checkpoint_every=1)
+    assert checkpoint.find(config) is None
+    assert checkpoint.find(replace(config, resume=f"{tmp_path}/")) is None
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        checkpoint.find(replace(config, resume=str(tmp_path / "other")))
+    shutil.copytree(runs / "kept-1/step-0000003", tmp_path / "step-0000003")
+    with pytest.raises(UserError, match="holds step-0000003, which is further; go on from it with --resume"):
+        checkpoint.find(config)
+    config = train_gpt.parse(["--preset", "cpu", *SHORTER, "--checkpoint", str(tmp_path), "--resume",
+                              str(tmp_path), "--checkpoint_on_stop", "true"])[0]
+    assert checkpoint.find(config).step == 3
+
+
+class Nothing(TorchDispatchMode):
+    """No operation of torch happens inside."""
+
+    def __torch_dispatch__(self, function, *_):
+        pytest.fail(f"{function} ran")
+
+
+def test_without_a_folder_there_is_nothing(config):
+    """No operation, no thread, no handler of signals, and no word to other ranks: there is no `world`."""
+    trainer = SimpleNamespace(config=config, world=None, schedule=range(8))
+    before = threading.active_count(), *map(signal.getsignal, (signal.SIGTERM, signal.SIGINT))
+    with Nothing(), checkpoint.Keeper(trainer, None) as keeper:
+        for steps_done in range(1, 9):
+            keeper.after(steps_done)
+        during = threading.active_count(), *map(signal.getsignal, (signal.SIGTERM, signal.SIGINT))
+    assert during == before
 
 
 @pytest.mark.parametrize("pending", [False, True])

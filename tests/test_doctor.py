@@ -93,3 +93,35 @@ def test_a_gpu_that_is_hidden_or_has_the_wrong_torch(monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         old, unseen = doctor.versions(CPU)
         assert (old.verdict, unseen.verdict) == ("broken", "broken") and advice in unseen.text
+
+
+@pytest.mark.parametrize("capability, faulty", [((10, 0), True), ((9, 0), False)])
+def test_a_pair_that_is_known_to_fail(monkeypatch, capability, faulty):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    monkeypatch.setattr(doctor, "version", lambda _: "3.7.1")
+    monkeypatch.setattr(doctor, "gpu_states", lambda _: [{"driver": "580.1"}])
+    monkeypatch.setattr(doctor.metadata, "requires", lambda _: ["triton==3.7.1 ; platform_system == 'Linux'"])
+    lines = list(doctor.versions(SimpleNamespace(device=torch.device("cuda", 0))))
+    assert "driver: 580.1, CUDA of torch: " in lines[1].text and verdicts(lines)["Triton"] == "ok"
+    assert [line.text for line in lines if line.verdict == "broken"] == [
+        f"triton 3.7.1: {doctor.FAULTY[0][-1]}"] * faulty
+
+
+def test_a_gpu_is_asked_while_it_works(monkeypatch):
+    """For as long as nvidia-smi takes; it may not know a number."""
+    work = []
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: 1.0)
+    monkeypatch.setattr(torch, "mm", lambda a, b: work.append(a * b))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="1-2"))
+
+    def answer(*command: str) -> str:
+        before = len(work)
+        while len(work) < before + 20:
+            time.sleep(0.001)
+        return "1980, [N/A]" if command[-1] == "GPU-1-2" else ""
+
+    monkeypatch.setattr(doctor, "output_of", answer)
+    assert doctor.ask_under_load(torch.device("cuda", 0), "clocks.sm", "power.limit") == [1980.0, None]
+    monkeypatch.setattr(doctor, "output_of", lambda *_: None)
+    assert doctor.ask(torch.device("cuda", 0), "clocks.sm", "power.limit") == [None, None]

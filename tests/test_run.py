@@ -3,6 +3,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -270,6 +271,43 @@ def test_a_machine_with_a_gpu_fetches_fineweb(tmp_path, arguments):
     assert result.returncode == 2 and f"no shards in {tmp_path}/shards: fetching FineWeb" in result.stderr
     assert "--preset cpu" in result.stderr
     assert result.stdout == f"-m data.fineweb --out {tmp_path}/shards\n"
+
+
+def losses_in(runs: Path) -> list[float]:
+    """Of every step and validation of the one run in a folder."""
+    return [event["loss"] for event in read_log(runs) if event["kind"] in ("step", "validation")]
+
+
+def losses_on(nodes: list[str], ranks: int, folder: Path, shards: Path) -> list[float]:
+    """The losses of a run of `ranks` processes on each of some nodes, which see only their own GPUs.
+
+    A node is a launcher of its own. Its name is what NCCL takes for the machine's.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = (f"-m torch.distributed.run --nnodes={len(nodes)} --nproc_per_node={ranks} --rdzv_backend=c10d "
+             f"--rdzv_endpoint=127.0.0.1:{port} --local_addr=127.0.0.1 train_gpt.py --seed 1")
+    words = [*words.split(), *SHORT, "--attention", "plain", "--compile", "false", "--deterministic", "true"]
+    variables = {"DATA_PATH": str(shards), "RUNS_PATH": str(folder), "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+                 "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    launchers = [subprocess.Popen([sys.executable, *words], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+                                  env=environment(CUDA_VISIBLE_DEVICES=gpus, NCCL_HOSTID=f"node{i}",
+                                                  **variables)) for i, gpus in enumerate(nodes)]
+    for launcher in launchers:
+        errors = launcher.communicate(timeout=300)[1]
+        assert launcher.returncode == 0, errors
+    assert read_log(folder)[0]["world_size"] == len(nodes) * ranks
+    return losses_in(folder)
+
+
+@pytest.mark.parametrize("gpus", ["", "0,1"], ids=["gloo", "nccl"])
+def test_two_nodes_train_as_one_does(first, tmp_path, shards, gpus):
+    """Two CPUs train as one process does, two GPUs as the two of one node, where copies add up."""
+    if gpus and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    apart = losses_on(gpus.split(",") if gpus else ["", ""], 1, tmp_path / "apart", shards)
+    alone = losses_on([gpus], 2, tmp_path / "alone", shards) if gpus else losses_in(first[1])
+    assert len(alone) == 8 + 3 and apart == pytest.approx(alone, rel=1e-3 if gpus else 1e-5)
 
 
 def test_no_setting_is_one_of_the_launchers():

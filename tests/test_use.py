@@ -84,6 +84,37 @@ def test_a_saved_model_is_whole_and_holds_only_rows_that_were_written(trained, s
     assert torch.equal(every[numbers.long()], rows) and every.any(1).sum() == len(numbers)
 
 
+SAVE = """
+import re, sys, torch, train_gpt
+from kernels.ngrams import table
+from records.run import weights
+weights.FILE_BYTES, table.PART = 100_000_000, 2 ** 16
+flags = ["--preset", "cpu", "--ngram_rows", "1500000", "--steps", "2000", "--save", sys.argv[1]]
+config, cpu = train_gpt.parse(flags)[0], torch.device("cpu")
+model = train_gpt.GPT(config, cpu, train_gpt.Collectives(1))
+model.ngrams.table.data.fill_(1.0)
+log = train_gpt.RunLog("", False)
+report = train_gpt.Report(log, train_gpt.Clock(cpu), 1, cpu, 0, 1)
+def held(what):
+    return int(re.search(what + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
+open("/proc/self/clear_refs", "w").write("5")       # The peak begins anew.
+before = held("VmRSS")
+weights.save_model(model, report, log)
+print(*weights.prepare(model, train_gpt.Schedule(config)), held("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_saving_takes_no_more_than_a_run_says_before(tmp_path):
+    """On the disk and of the host's memory, where all rows of a table of 384 MB were written."""
+    result = process(sys.executable, "-c", SAVE, str(tmp_path / "model"))
+    assert result.returncode == 0, result.stderr
+    told = r"at most ([\d.]+) GB \(1,500,000 n-gram rows or fewer\), by way of ([\d.]+) GB of .* (\d+)"
+    disk, memory, peak = map(float, re.search(told, result.stdout).groups())
+    size = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
+    assert 0.98 * disk < size / 1e9 < disk + 0.005 and 0.5 * memory < peak / 1e9 < memory + 0.005
+
+
 def test_a_log_says_how_many_rows_of_the_table_were_read(trained, shards):
     """Against the rows of all batches, hashed once more."""
     config, rows = train_gpt.parse(["--preset", "cpu", *SHORTER, "--data_path", str(shards)])[0], set()
@@ -220,8 +251,8 @@ def change(folder, name: str, edit) -> None:
 def test_a_bad_model_is_refused_in_one_line(tmp_path, config, name, edit, parts):
     config = settings.change(replace(config, save=str(tmp_path / "model")), micro_batches=2)
     model = train_gpt.GPT(config, CPU, train_gpt.Collectives(1))
-    report = train_gpt.Report(train_gpt.RunLog("", False), train_gpt.Clock(CPU), 1, CPU, 0, 1)
-    weights.save_model(model, report, None)
+    log = train_gpt.RunLog("", False)
+    weights.save_model(model, train_gpt.Report(log, train_gpt.Clock(CPU), 1, CPU, 0, 1), log)
     change(tmp_path / "model", name, edit)
     with pytest.raises(UserError) as error:
         use_model.load(tmp_path / "model", CPU, **PLAIN)
@@ -314,6 +345,9 @@ def test_score_as_a_command(trained, shards, tmp_path, monkeypatch, capsys):
     told = r"([\d.]+) nats a token, ([\d.]+) bits a byte \(300 tokens, 300 bytes\)"
     nats, bits = map(float, re.search(told, said).groups())
     assert bits == pytest.approx(nats / math.log(2), abs=1e-3) and "(3 questions)" in said
+    (tmp_path / "a.py").write_text("some text\n" * 30)
+    other, _ = run(trained[0], tmp_path / "a.py", "--format", "text")
+    assert other.replace("a.py", "a.txt").splitlines() == said.splitlines()[:1]
     assert " by the public rule, " in run(trained[0], "--shards", shards, "--public_rule")[0]
     for words, part in (((tmp_path, "x.txt"), "no folder of a readable-speedrun-model"),
                         ((trained[0], "x.txt"), "x.txt: no such file"),

@@ -143,13 +143,12 @@ def kernels(shards, tmp_path_factory) -> Path:
 
 
 def compiled(caches: Path, shards: Path) -> subprocess.CompletedProcess:
-    """A run on a GPU whose compiled kernels are in this folder."""
+    """A run on a GPU, by run.sh, whose compiled kernels are in this folder."""
     variables = environment(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
                             TORCHINDUCTOR_COMPILE_THREADS="4", TRITON_CACHE_DIR=f"{caches}/triton",
-                            TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor")
-    words = "train_gpt.py", *SHORT, "--attention", "plain", "--data_path", str(shards), "--write_log", "false"
-    return subprocess.run([sys.executable, *words], cwd=ROOT, env=variables, capture_output=True, text=True,
-                          timeout=200)
+                            TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", PYTHON=sys.executable)
+    words = "./run.sh", *SHORT, "--attention", "plain", "--data_path", str(shards), "--write_log", "false"
+    return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=200)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -161,17 +160,16 @@ def test_caches_of_kernels_that_are_damaged(kernels, shards, tmp_path, keep):
     for path in files:
         os.truncate(path, int(keep * path.stat().st_size))
     done = compiled(copy, shards)
-    assert len(files) > 20 and done.returncode in (0, 2), (len(files), done.stderr)
-    if done.returncode:
-        last = done.stderr.splitlines()[-1]
-        assert last.startswith("train_gpt.py: a compiled kernel is damaged"), done.stderr
-        assert "Traceback" not in done.stderr
+    assert len(files) > 20 and "Traceback" not in done.stderr, (len(files), done.stderr)
+    # A library that was cut short ends the process as soon as it is read.
+    said = "train_gpt.py: a compiled kernel is damaged", "run.sh: rank 0 was ended by SIGBUS; a file that"
+    assert not done.returncode or done.stderr.splitlines()[-1].startswith(said), done.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_caches_of_kernels_on_a_disk_that_takes_nothing_more(bad_disk, shards):
     done = compiled(bad_disk, shards)
-    assert done.returncode in (0, 2) and "Traceback" not in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
     assert not done.returncode or done.stderr.splitlines()[-1].startswith("train_gpt.py: "), done.stderr
 
 

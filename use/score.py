@@ -1,6 +1,7 @@
 """How well a trained model predicts: nats a token and bits a byte of any text, and multiple-choice questions.
 
     python -m use.score FOLDER notes.md books/           of each: .txt, .md, .jsonl, .parquet, .gz, .zst
+    python -m use.score FOLDER main.py --format text     of a file with another name
     python -m use.score FOLDER --shards data/shards/mine the validation text of token shards, as in training
     python -m use.score FOLDER --shards DIR --public_rule   ... and by the public speedrun's rule
     python -m use.score FOLDER --choices questions.jsonl or --hellaswag, which is the same
@@ -174,6 +175,7 @@ def arguments() -> argparse.ArgumentParser:
     option = parser.add_argument
     option("folder", type=Path, metavar="FOLDER", help="of --save")
     option("files", nargs="*", metavar="FILE", help="text, or a folder of it")
+    option("--format", choices=["text", "jsonl", "parquet"], help="of every FILE (default: by its name)")
     option("--field", default="text", help="field or column with the text in .jsonl and .parquet")
     option("--shards", type=Path, metavar="DIR", help="token shards, whose validation text is scored")
     option("--tokens", type=int, metavar="N", help="of that text (default: as many as training scored)")
@@ -184,10 +186,10 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def score_file(saved: Saved, vocabulary: Bytes | BytePairs, name: str, field: str) -> str:
-    """What is printed of a file."""
+def score_file(saved: Saved, vocabulary: Bytes | BytePairs, name: str, **reading: str | None) -> str:
+    """What is printed of a file. `reading`: how, as `Documents` takes it."""
     size, encoded, utf8 = 0, [], "any" if isinstance(vocabulary, Bytes) else "replace"
-    for document in Documents([name], field=field, utf8=utf8):
+    for document in Documents([name], utf8=utf8, **reading):
         size += len(document)
         encoded.append(vocabulary.encode(document))
     if not size:
@@ -213,7 +215,7 @@ def main() -> None:
         if options.files or options.choices:
             vocabulary = vocabulary_of(saved.facts, options.vocabulary)
         for name in options.files:
-            print(score_file(saved, vocabulary, name, options.field), flush=True)
+            print(score_file(saved, vocabulary, name, kind=options.format, field=options.field), flush=True)
         for path in options.choices:
             count, right, normalised = score_questions(saved, read_questions(path), vocabulary.encode)
             if not count:

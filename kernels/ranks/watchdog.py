@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-SILENCE = 18.0      # seconds without a sign of life, after which a rank is lost: all then end within 30
+SILENCE = 18.0      # seconds without a sign of life, after which a rank is lost; all end within 30 then
 HANG = 60.0         # seconds without progress, after which a rank inside a step counts as hung
 ROOT = f"{Path(__file__).resolve().parents[2]}/"
 

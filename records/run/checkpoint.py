@@ -52,12 +52,13 @@ from records.run.weights import (
 
 FORMAT, VERSION = "readable-speedrun-checkpoint", 1
 KEPT = 2                # checkpoints
+NAME = "step-{:07d}"    # of their folders
 PART = 2 ** 21          # rows of the n-gram table that are copied at a time
 # Settings that may change from one run to the run that goes on: they do not say what a step computes.
 FREE = {"preset", "name", "runs", "target", "data_path", "val_tokens", "val_every", "val_chunk",
         "val_sequence_length", "val_window", "score", "attention", "fp8", "reference", "compile", "capture",
-        "overlap", "peer_copies", "check_ranks", "deterministic", "write_log", "save", "checkpoint",
-        "checkpoint_every", "checkpoint_on_stop", "resume"}
+        "overlap", "peer_copies", "doctor", "check_ranks", "deterministic", "write_log", "save",
+        "checkpoint", "checkpoint_every", "checkpoint_on_stop", "resume"}
 
 
 def check_saving(config) -> None:
@@ -251,7 +252,7 @@ class Keeper:
 
         Returns the step, the bytes that this rank wrote and the seconds that took.
         """
-        begin, name = time.perf_counter(), f"step-{copy.step:07d}"
+        begin, name = time.perf_counter(), NAME.format(copy.step)
         part, error = self.folder / f"{name}.part", None
         with torch.cuda.stream(self.stream):            # with None nothing changes
             if copied:
@@ -304,15 +305,33 @@ class Found(NamedTuple):
 
 
 def find(config) -> Found | None:
+    """The checkpoint to go on from; None where the run begins.
+
+    UserError where there is none, where it is not whole, where a setting that counts was another one, or
+    where the folder of `--checkpoint` holds one that is further: by its number it would outlive those of this
+    run.
+    """
+    found, folder = newest(config), Path(config.checkpoint)
+    others = checkpoints(folder) if config.checkpoint else []
+    if others and others[-1].name > NAME.format(found.step if found else 0):
+        raise UserError(f"--checkpoint {shown(folder)}: holds {others[-1].name}, which is further; go on "
+                        f"from it with --resume {shown(folder)}, or choose another folder")
+    return found
+
+
+def newest(config) -> Found | None:
     """The checkpoint that `--resume` means; None without it.
 
-    UserError where there is none, where it is not whole, or where a setting that counts was another one.
+    None as well if `--checkpoint` names the same folder, which has none yet: so one command begins a run and,
+    given again, goes on.
     """
     if not config.resume:
         return None
     folder = Path(config.resume)
     if not (folder / "index.json").exists():
         if not (inside := checkpoints(folder)):
+            if config.checkpoint and folder == Path(config.checkpoint):
+                return None
             raise UserError(f"--resume {folder}: holds no checkpoint; --checkpoint {folder} with "
                             "--checkpoint_every writes them")
         folder = inside[-1]

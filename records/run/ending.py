@@ -1,8 +1,8 @@
 """How a run that failed ends: in one line that says what is wrong, and an exit status."""
-import json
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,9 +20,10 @@ EXPECTED = (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMem
             torch.AcceleratorError, OSError, KeyboardInterrupt)
 
 
-# What Triton and Inductor raise for files of theirs that were cut short, and the driver for such a kernel.
-DAMAGED = json.JSONDecodeError, EOFError, SyntaxError
-INVALID = "kernel image is invalid"
+# Folders of compilers. Where code of theirs fails in a run that warms up, a file in their caches is damaged,
+# or cannot be written; but a mistake in a kernel of ours has one of MISTAKES.
+COMPILERS = "/triton/", "/torch/_inductor/", "/cutlass/"
+MISTAKES = "CompilationError", "AssertionError", "NameError", "TypeError"
 
 
 @contextmanager
@@ -31,13 +32,16 @@ def whole_caches() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        cause = error
+        cause, frames = error, traceback.extract_tb(error.__traceback__)
         while cause.__cause__ or cause.__context__:
             cause = cause.__cause__ or cause.__context__
-        if isinstance(error, EXPECTED) or not (isinstance(cause, DAMAGED) or INVALID in str(cause)):
+            frames += traceback.extract_tb(cause.__traceback__)
+        theirs = any(name in frame.filename for frame in frames for name in COMPILERS)
+        if isinstance(error, EXPECTED) or type(cause).__name__ in MISTAKES or not theirs:
             raise
-        raise UserError(f"a compiled kernel is damaged ({shown(f'{type(cause).__name__}: {cause}')}); remove "
-                        "the caches: $TRITON_CACHE_DIR or ~/.triton/cache, and $TORCHINDUCTOR_CACHE_DIR or "
+        raise UserError("a compiled kernel is damaged, or cannot be written "
+                        f"({shown(f'{type(cause).__name__}: {cause}')}); remove the caches: "
+                        "$TRITON_CACHE_DIR or ~/.triton/cache, and $TORCHINDUCTOR_CACHE_DIR or "
                         "torchinductor_* in the folder for temporary files") from error
 
 

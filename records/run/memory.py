@@ -22,12 +22,12 @@ from data.loader import AHEAD, Batch
 from data.packing import round_up
 from kernels import attention
 from kernels.ranks.collectives import Collectives
+from kernels.streams import SPARE
 from records.run.checkpoint import copied_bytes
 
 META = torch.device("meta")
-WORKSPACES = 8 * 2 ** 25                # of cuBLAS: 32 MiB for each stream that multiplies
-# Freed memory in pieces too small for what comes next, as a share of what a step needs. Not measured.
-LOST = 0.06
+WORKSPACES = 12 * 2 ** 25               # of cuBLAS: 32 MiB a stream and thread; runs took 6, 10 and 12
+LOST = SPARE + 0.03                     # of a step's memory: freed in pieces too small for what comes next
 MATMULS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten._scaled_mm)
 
 
@@ -139,6 +139,7 @@ class OtherRanks(Collectives):
     def __init__(self, size: int, counter: Counter, copies: bool):
         super().__init__(size)
         self.counter, self.copies, self.staging = counter, copies, {}
+        self.summed = 0     # the most bytes of parts that copies bring to be added up
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         x = torch.zeros(*shape, dtype=dtype, device=device)
@@ -146,7 +147,8 @@ class OtherRanks(Collectives):
 
     def add_up(self, out: Tensor) -> None:
         if self.copies:
-            torch.empty(self.size, *out.shape, dtype=out.dtype, device=META)
+            parts = torch.empty(self.size, *out.shape, dtype=out.dtype, device=META)
+            self.summed = max(self.summed, parts.nbytes)
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> None:
         self.add_up(shard)
@@ -169,22 +171,26 @@ class OtherRanks(Collectives):
 class Need(NamedTuple):
     """Bytes of one GPU."""
     table: int          # the n-gram table with its optimizer's state
-    held: int           # all other weights, gradients and state, rotary tables, batches, a checkpoint's copy
+    held: int           # all other weights, gradients and state, rotary tables, batches
     shared: int         # of these, what the ranks share, which torch's allocator does not see
     snapshot: int       # the copy of the first weights that warm-up puts back
+    copy: int           # a checkpoint's copy of weights and state
     step: int           # the most that a step holds beside that
+    apart: int          # what updates and sums hold on streams of their own, which get no other one's memory
     validation: int     # the most that the forward pass of a validation holds
 
     @property
     def allocated(self) -> int:
         """The peak that torch will report, the one that a log's summary has."""
-        return self.table + self.held - self.shared + self.snapshot + max(self.step, self.validation)
+        most = max(self.snapshot + int((1 + SPARE) * self.step), self.copy + max(self.step, self.validation))
+        return self.table + self.held - self.shared + most + WORKSPACES
 
     def total(self, graphs: bool) -> int:
         """What has to be free. The memory of CUDA `graphs` stays theirs while a validation runs."""
-        step, validation = int((1 + LOST) * self.step), int((1 + LOST) * self.validation)
-        first = self.snapshot + max(step, validation)
-        return self.table + self.held + (max(first, step + validation) if graphs else first) + WORKSPACES
+        step, validation = (int((1 + LOST) * most) for most in (self.step, self.validation))
+        step += self.apart
+        later = step + validation if graphs else max(step, validation)
+        return self.table + self.held + max(self.snapshot + step, self.copy + later) + WORKSPACES
 
 
 def heaviest(steps: Iterable) -> list:
@@ -225,6 +231,11 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
             before = counter.restart()
             trainer.program(step, [batch] * min(on_each, 2))
             peaks.append(counter.peak - before)
+        apart = others.summed
+        for shard in optimizer.shards.values() if config.overlap else ():
+            before = counter.restart()
+            shard.update(optimizer.ops, optimizer.finite, optimizer.lr, optimizer.momentum_beta)
+            apart += counter.peak - before
         # A graph of each kind of step has inputs of its own, and batches are on their way twice.
         inputs = on_each * sum(x.nbytes for x in batch[:-1]) * (len(kinds) + 2 * (AHEAD + 2))
         validation = {}
@@ -238,7 +249,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
         snapshot = sum(x.nbytes for shard in shards for x in {shard.weights, shard.weight})
         by_row = [shard.state() for shard in optimizer.shards.values() if not hasattr(shard, "weights")]
         table = sum(x.nbytes for state in by_row for x in state if x.ndim and len(x) == config.ngram_rows)
-        held = made - table + counter.shared + inputs + copied_bytes(optimizer, config)
-    return {chunk: Need(table, held, counter.shared, snapshot, max(peaks), peak)
+        held, copy = made - table + counter.shared + inputs, copied_bytes(optimizer, config)
+    return {chunk: Need(table, held, counter.shared, snapshot, copy, max(peaks), apart, peak)
             for chunk, peak in validation.items()}
 

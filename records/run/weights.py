@@ -44,7 +44,7 @@ A small language model of the class of GPT-2's smallest, trained with the readab
 | preset, seed | {preset}, {seed} |
 | data | {data} |
 | steps, tokens | {steps:,}, {tokens:,} |
-| timed training | {time_s:.1f} s |
+| timed training | {time_s:.1f} s{since} |
 | validation loss, nats a token | {loss:.4f} |
 {scores}| parameters | {parameters:,}, without the n-gram table {dense:,} |
 | n-gram rows written | {written:,} of {rows:,} |
@@ -202,12 +202,14 @@ def save_model(model, report, log) -> None:
         dense = sum(p.numel() for p in model.parameters() if p is not table)
         facts = {"name": config.name or config.preset, "preset": config.preset, "seed": config.seed,
                  "data": Path(config.data_path).name, "steps": len(report.losses), "tokens": report.tokens,
-                 "time_s": round(report.clock.seconds, 3), "loss": report.validation_loss,
+                 "time_s": round(report.clock.seconds, 3), "resumed_after": log.first,
+                 "loss": report.validation_loss,
                  "parameters": model.parameter_count(), "dense": dense, "written": written,
                  "rows": 0 if table is None else len(table),
                  "vocabulary": VOCABULARIES.get(config.vocab_size)}
         scores = "".join(f"| {name}, nats a token | {loss:.4f} |\n" for name, loss in report.scores.items())
-        (part / "README.md").write_text(CARD.format(**facts, scores=scores), "utf-8")
+        since = f" since step {log.first}, where it went on from a checkpoint" if log.first else ""
+        (part / "README.md").write_text(CARD.format(**facts, scores=scores, since=since), "utf-8")
         write_json(part / "config.json", {"format": FORMAT, "version": VERSION, **facts,
                                           "scores": report.scores, "config": plain(config)})
         publish(part, folder)

@@ -13,6 +13,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -23,9 +25,20 @@ import torch.distributed as dist
 from kernels.attention import choose_attention
 from kernels.ranks.collectives import Collectives, wait
 from kernels.ranks.world import RankError, World
-from records.run.machine import ROOT, device_name, number, output_of, peak_flops, version
+from records.run.machine import (
+    ROOT,
+    device_name,
+    gpu_states,
+    number,
+    output_of,
+    peak_flops,
+    version,
+)
 
 OLDEST_TORCH = (2, 11)
+# What is known to fail: package, version, the GPUs' major compute capability, and what to do.
+FAULTY = (("triton", "3.7.1", 10, "it cannot compile newton_schulz for this GPU; train with --reference "
+           "newton_schulz, or install torch 2.11.0 with Triton 3.6.0"),)
 # bf16 FLOP that a multiprocessor does in a clock, by compute capability (vendor white papers; GeForce).
 FLOP_A_CLOCK = {(8, 0): 2048, (8, 6): 512, (8, 9): 512, (9, 0): 4096, (10, 0): 8192, (12, 0): 512}
 
@@ -64,11 +77,17 @@ def versions(world: World) -> Iterator[Line]:
     wanted = [line.split(";")[0].split("==")[1].strip() for line in metadata.requires("torch") or ()
               if line.startswith("triton==")]
     if on_gpu:
+        capability = torch.cuda.get_device_capability(world.device)
+        drivers = {state["driver"] for state in gpu_states(world.device)}
+        yield Line("ok", f"driver: {', '.join(drivers) or 'unknown'}, CUDA of torch: {torch.version.cuda}")
         found = version("triton")
         yield required("Triton", found in wanted or not wanted, str(found),
                        f"this torch asks for another: pip install triton=={' '.join(wanted)}")
+        for package, faulty, major, advice in FAULTY:
+            if version(package) == faulty and capability[0] == major:
+                yield Line("broken", f"{package} {faulty}: {advice}")
         backend, note = choose_attention("auto", world.device)
-        yield Line("ok" if backend == "flash4" or torch.cuda.get_device_capability() < (9, 0) else "slow",
+        yield Line("ok" if backend == "flash4" or capability < (9, 0) else "slow",
                    f"attention: {backend} {version('flash-attn-4') or ''} {note}")
 
 
@@ -143,7 +162,7 @@ def read(path: str) -> list[str]:
 
 def timed(device: torch.device, work: Callable[[], object], seconds: float = 0.5) -> float:
     """Seconds that `work` takes, the mean of as many as fit into `seconds`, after a first one."""
-    finish = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    finish = partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None
     work()
     finish()
     begin, times = time.perf_counter(), 0
@@ -174,17 +193,29 @@ def matmuls(world: World) -> Iterator[Line]:
 
 def peak_of(device: torch.device) -> float | None:
     """Dense bf16 peak of a GPU, FLOP/s: by its data sheet, else by its multiprocessors and highest clock."""
-    properties, clock = torch.cuda.get_device_properties(device), ask("clocks.max.sm", device)
+    properties, [clock] = torch.cuda.get_device_properties(device), ask(device, "clocks.max.sm")
     a_clock = FLOP_A_CLOCK.get((properties.major, properties.minor))
     counted = a_clock * properties.multi_processor_count * clock * 1e6 if a_clock and clock else None
     return peak_flops(device) or counted
 
 
-def ask(what: str, device: torch.device) -> float | None:
-    """A number that nvidia-smi knows of this GPU."""
+def ask(device: torch.device, *fields: str) -> list[float | None]:
+    """Numbers that nvidia-smi knows of this GPU."""
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return number(output_of("nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits", "-i", uuid)
-                  or "")
+    line = output_of("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i",
+                     uuid)
+    return [number(text) for text in line.split(",")] if line else [None] * len(fields)
+
+
+def ask_under_load(device: torch.device, *fields: str) -> list[float | None]:
+    """The same while the GPU multiplies, for as long as the answer takes."""
+    a = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
+    timed(device, lambda: torch.mm(a, a))
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(ask, device, *fields)
+        while not answer.done():
+            timed(device, lambda: torch.mm(a, a), 0.05)
+    return answer.result()
 
 
 def gpu(world: World) -> Iterator[Line]:
@@ -197,16 +228,14 @@ def gpu(world: World) -> Iterator[Line]:
     yield required("GPU memory", taken < 3, f"{free / 1e9:.1f} of {total / 1e9:.1f} GB free",
                    f"{taken:.1f} GB are taken by other programs: see nvidia-smi", "slow",
                    gpu_memory_free_gb=round(free / 1e9, 1))
-    time.sleep(0.5)
-    busy = ask("utilization.gpu", device) or 0.0
-    yield required("other programs on the GPU", busy < 20, f"it is busy {busy:.0f}% of the time without us",
-                   "end them: see nvidia-smi", "slow", gpu_busy_percent=busy)
-    a = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
-    for _ in range(300):                        # half a second of work for an H200, which is asked meanwhile
-        torch.mm(a, a)
-    clock, highest, heat, power, usual = (ask(what, device) for what in (
-        "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.limit", "power.default_limit"))
-    torch.cuda.synchronize(device)
+    time.sleep(1.5)                             # nvidia-smi looks back for up to a second
+    [busy] = ask(device, "utilization.gpu")
+    if busy is not None:
+        yield required("other programs on the GPU", busy < 20,
+                       f"it is busy {busy:.0f}% of the time without us", "end them: see nvidia-smi", "slow",
+                       gpu_busy_percent=busy)
+    clock, highest, heat, power, usual = ask_under_load(
+        device, "clocks.sm", "clocks.max.sm", "temperature.gpu", "power.limit", "power.default_limit")
     if clock and highest:
         yield rated("clock under load", clock, 0.65 * highest, "MHz", "see the power limit and the heat")
     if power and usual:
