@@ -102,7 +102,7 @@ def tables(faults: list[list[str]], outcomes: Outcomes) -> str:
     untried = len({test for _, test in outcomes} - tried)
     text = markdown.table(["kind", "fault", "how", *machines], rows, {0, 1, 2})
     text += "\n\nsurvived / tried: " + ", ".join(f"{share} on {name}" for name, share in total)
-    return text + f"; tests that could be tried nowhere: {untried}" + recovery(outcomes)
+    return text + f"; without an outcome: {untried}" + recovery(outcomes)
 
 
 def recovery(outcomes: Outcomes) -> str:
@@ -114,7 +114,7 @@ def recovery(outcomes: Outcomes) -> str:
             trials.setdefault(trial, {})[way] = f"{line['seconds']:.0f}"
     ways = [way for way in ("gloo", "nccl", "copies") if any(way in found for found in trials.values())]
     rows = [[*trial.rsplit("-", 2), *(found.get(way, "–") for way in ways)]
-            for trial, found in trials.items()]
+            for trial, found in sorted(trials.items())]
     return ("\n\nSeconds from the fault to the end of all ranks, by how they send:\n\n"
             + markdown.table(["where", "what", "rank", *ways], rows, {0, 1})) if rows else ""
 
