@@ -59,6 +59,11 @@ class Recorder:
             write([line], self.out, "a")
 
 
+def table() -> list[list[str]]:
+    """The rows of faults.txt: kind, fault, how it is tried, and how the names of its tests begin."""
+    return [line.split(" | ") for line in FOLDER.joinpath("faults.txt").read_text("utf-8").splitlines()[1:]]
+
+
 def read(path: Path) -> Outcomes:
     lines = map(json.loads, path.read_text("utf-8").splitlines())
     return {(line["machine"], line["test"]): line for line in lines}
@@ -82,35 +87,34 @@ def attempt(faults: list[list[str]], options: argparse.Namespace) -> Outcomes:
 def tables(faults: list[list[str]], outcomes: Outcomes) -> str:
     """A row for each fault, a column for each machine, and their sums; then the times of recovery."""
     machines = sorted({machine for machine, _ in outcomes}, key=lambda name: (name != "CPU", name))
-    rows, total = [], {name: Counter() for name in machines}
-    for kind, fault, how, tests in faults:
-        found = {name: Counter() for name in machines}
+
+    def shares(beginnings: tuple[str, ...]) -> list[str]:
+        """For each machine, of the tests that begin so."""
+        counts = {name: Counter() for name in machines}
         for (name, test), line in outcomes.items():
-            found[name][line["outcome"]] += test.startswith(tuple(tests.split()))
-        rows.append([kind, fault, how, *(share(found[name]) for name in machines)])
-        for name in machines:
-            total[name] += found[name]
+            counts[name][line["outcome"]] += test.startswith(beginnings)
+        tried = {name: count["passed"] + count["failed"] for name, count in counts.items()}
+        return [f"{counts[name]['passed']} / {tried[name]}" if tried[name] else "–" for name in machines]
+
+    rows = [[kind, fault, how, *shares(tuple(tests.split()))] for kind, fault, how, tests in faults]
+    total = zip(machines, shares(tuple(name for *_, tests in faults for name in tests.split())))
     tried = {test for (_, test), line in outcomes.items() if line["outcome"] != "skipped"}
     untried = len({test for _, test in outcomes} - tried)
     text = markdown.table(["kind", "fault", "how", *machines], rows, {0, 1, 2})
-    text += "\n\nsurvived / tried: " + ", ".join(f"{share(total[name])} on {name}" for name in machines)
-    return text + f"; tests that could be tried nowhere: {untried}" + recovery(outcomes)
-
-
-def share(found: Counter) -> str:
-    tried = found["passed"] + found["failed"]
-    return f"{found['passed']} / {tried}" if tried else "–"
+    text += "\n\nsurvived / tried: " + ", ".join(f"{share} on {name}" for name, share in total)
+    return text + f"; without an outcome: {untried}" + recovery(outcomes)
 
 
 def recovery(outcomes: Outcomes) -> str:
     """A table of the seconds from a fault to the end of all ranks, by the ids of tests/ranks.py."""
-    table: dict[str, dict[str, str]] = {}
+    trials: dict[str, dict[str, str]] = {}
     for (_, test), line in outcomes.items():
         if "seconds" in line and line["outcome"] == "passed":
             way, _, trial = test.partition("[")[2].rstrip("]").partition("-")
-            table.setdefault(trial, {})[way] = f"{line['seconds']:.0f}"
-    ways = sorted({way for found in table.values() for way in found}, reverse=True)
-    rows = [[*trial.rsplit("-", 2), *(found.get(way, "–") for way in ways)] for trial, found in table.items()]
+            trials.setdefault(trial, {})[way] = f"{line['seconds']:.0f}"
+    ways = [way for way in ("gloo", "nccl", "copies") if any(way in found for found in trials.values())]
+    rows = [[*trial.rsplit("-", 2), *(found.get(way, "–") for way in ways)]
+            for trial, found in sorted(trials.items())]
     return ("\n\nSeconds from the fault to the end of all ranks, by how they send:\n\n"
             + markdown.table(["where", "what", "rank", *ways], rows, {0, 1})) if rows else ""
 
@@ -129,7 +133,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    every = [line.split(" | ") for line in FOLDER.joinpath("faults.txt").read_text("utf-8").splitlines()[1:]]
+    every = table()
     faults = [row for row in every if all(word in " | ".join(row) for word in options.words)]
     if not faults:
         sys.exit(f"python -m tests.faults: no row of faults.txt holds {' and '.join(options.words)}")

@@ -8,13 +8,14 @@ import shlex
 import sys
 from pathlib import Path
 
+import faults
 import pytest
 from conftest import ROOT, TINY, command, process
 
 import train_gpt
 from kernels.bench import __main__ as bench
 from records import __main__ as records
-from records.tools import ablate, profile
+from records.tools import ablate, markdown, profile
 
 SHORT = ["--preset", "cpu", "--steps", "3", "--extra_steps", "0", "--val_tokens", "2048",
          "--batch_tokens", "512,768,1024"]
@@ -135,3 +136,12 @@ def test_a_command(line, place, tmp_path):
     else:
         result = process(sys.executable, *words, **variables)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_table_of_faults_is_that_of_the_outcomes():
+    """Each test that it names has an outcome; `python -m tests.faults --write` brings a new one in."""
+    text, outcomes = (ROOT / "tests/README.md").read_text("utf-8"), faults.read(faults.KNOWN)
+    assert markdown.between(text, "faults") == faults.tables(faults.table(), outcomes)
+    names = [test for _, test in outcomes]
+    for beginning in (word for *_, tests in faults.table() for word in tests.split()):
+        assert any(name.startswith(beginning) for name in names), beginning

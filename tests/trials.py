@@ -148,7 +148,7 @@ def compiled(caches: Path, shards: Path) -> subprocess.CompletedProcess:
 
     Torch may show tracebacks of its own compilers. One of the program has OUR_FRAME.
     """
-    variables = environment(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"),
+    variables = environment(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
                             TORCHINDUCTOR_COMPILE_THREADS="4", TRITON_CACHE_DIR=f"{caches}/triton",
                             TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", PYTHON=sys.executable)
     words = "./run.sh", *SHORT, "--attention", "plain", "--data_path", str(shards), "--write_log", "false"
