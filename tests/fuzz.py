@@ -209,7 +209,7 @@ def make_model(place: Path) -> None:
     report = SimpleNamespace(rank=0, losses=[1.0], tokens=1, clock=SimpleNamespace(seconds=1.0),
                              validation_loss=1.0, scores={})
     with contextlib.redirect_stdout(None):
-        weights.save_model(tiny_trainer(save=str(place)).model, report, None)
+        weights.save_model(tiny_trainer(save=str(place)).model, report, train_gpt.RunLog("", False))
 
 
 def fuzz_model(folder: Path, rng: random.Random) -> None:

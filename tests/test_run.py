@@ -167,15 +167,20 @@ def test_a_non_finite_last_update_scores_nothing(tmp_path, shards):
     assert [event["kind"] for event in events[1:]] == ["step"] * 3
 
 
-@pytest.mark.parametrize("error, status", [
-    (json.JSONDecodeError("Expecting value", "{", 1), 2), (ValueError("a mistake"), None),
-    (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), 2),
-], ids=["JSON", "a mistake", "kernel"])
-def test_a_damaged_cache_of_kernels(tmp_path, shards, monkeypatch, error, status):
-    """What the libraries raise then, also behind an error of the compiler; a mistake keeps its traceback."""
+@pytest.mark.parametrize("error, file, status", [
+    (json.JSONDecodeError("Expecting value", "{", 1), "/triton/compiler/compiler.py", 2),
+    (RuntimeError("Triton Error [CUDA]: device kernel image is invalid"), "/torch/_inductor/runtime.py", 2),
+    (NameError("x is not defined"), "/triton/compiler/compiler.py", None),
+    (ValueError("a"), "/mine.py", None),
+], ids=["JSON", "kernel", "a mistake in a kernel", "a mistake"])
+def test_a_damaged_cache_of_kernels(tmp_path, shards, monkeypatch, error, file, status):
+    """What compilers raise then, also behind another error; a mistake keeps its traceback."""
+    names = {}
+    exec(compile("def fail(error):\n    raise error", file, "exec"), names)
+
     def warm_up(trainer):
         try:
-            raise error
+            names["fail"](error)
         except Exception as cause:
             raise RuntimeError("compiler failed") from cause
 
