@@ -149,6 +149,14 @@ def test_given_settings_stay(fit_into, fitting):
     assert choice.ngram_rows < fitting.config.ngram_rows
 
 
+def test_what_is_chosen_needs_as_much_when_it_is_given(fitting):
+    """So that one byte less is refused, and not what a run has just chosen: 20 MiB were between the two."""
+    room = int(24e9)
+    choice, need = fit.Fitting(fitting.config, fake_world(), room, train_gpt).first(())
+    given = fit.Fitting(choice, fake_world(), room, train_gpt).first(tuple(fit.COSTS))
+    assert choice.val_chunk < fitting.config.val_chunk and given == (choice, need)
+
+
 def test_the_preset_for_one_small_gpu_fits_as_it_is(fit_into, speedrun):
     """An RTX 4090 has 24,564 MiB by nvidia-smi, of which a context of CUDA takes half a GB."""
     config = replace(train_gpt.PRESETS["single"], data_path=speedrun.data_path)
