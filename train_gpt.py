@@ -1047,8 +1047,7 @@ class Trainer:
         inputs = [to_device(batch, self.world.device, copy=True) for batch in batches]
         # Graphs never run at once, so they share memory: as much as an eager step took at most.
         pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
-        room = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        with recorded(pool, room) as graph:
+        with recorded(pool) as graph:
             self.program(step, inputs)
         self.graphs[step.kind] = graph, inputs
         self.step(step, batches)                    # The first replay uploads the graph.
@@ -1168,9 +1167,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         rank, _, _ = launched()
         config, options = parse(sys.argv[1:] if argv is None else argv)
-        if options["timetable"] is not None or options["explain"]:
-            ranks = options["timetable"] or config.micro_batches
-            print_tables(config, ranks, options["timetable"] is not None)
+        ranks = options["timetable"]
+        if ranks is not None or options["explain"]:
+            print_tables(config, ranks or config.micro_batches, ranks is not None)
             return 0
         world = World()
         config = fit(config, options["given"], world, Trainer)

@@ -34,21 +34,23 @@ def beside(stream: torch.cuda.Stream | None, behind: torch.cuda.Stream | None = 
 
 
 @contextmanager
-def recorded(pool: tuple[int, int] | None = None, room: int = 0) -> Iterator[torch.cuda.CUDAGraph]:
+def recorded(pool: tuple[int, int] | None = None) -> Iterator[torch.cuda.CUDAGraph]:
     """Record the block as a graph, in the memory of `pool` (another graph's, or None: memory of its own).
 
-    Memory of its own begins with one piece of `room` bytes, SPARE, and 128 MiB that cuBLAS will keep. This
-    graph and later ones cut their tensors out of it. Without it each tensor brings a piece of its own size,
-    which stays, and in which no larger tensor of a later graph finds room.
+    Memory of its own begins with one piece, as large as what was held at most since the last reset of torch's
+    peak beside what is held now, with SPARE and 128 MiB that cuBLAS will keep. This graph and later ones cut
+    their tensors out of it. Without it each tensor brings a piece of its own size, which stays, and in which
+    no larger tensor of a later graph finds room.
     If the block fails, its error is raised. Streams that it left behind make the recording end with an error
     ("capturing stream has unjoined work"), which would hide the first, such as a lack of memory.
     Other threads, such as the loader's, may pin memory meanwhile.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
+    room = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
     try:
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             try:
-                if room and pool is None:
+                if pool is None:
                     torch.empty(int((1 + SPARE) * room) + 2 ** 27, dtype=torch.uint8, device="cuda")
                 yield graph
             except BaseException as error:

@@ -226,7 +226,7 @@ def test_what_fails_while_a_graph_is_recorded_is_what_is_raised(monkeypatch, fai
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: Recording())
-    with pytest.raises(type(failure) if failure else RuntimeError) as raised, recorded():
+    with pytest.raises(type(failure) if failure else RuntimeError) as raised, recorded((0, 0)):
         if failure:
             raise failure
     assert raised.value is failure or "unjoined" in str(raised.value)

@@ -215,10 +215,12 @@ def test_counted_bytes():
 def test_graphs_share_one_piece_of_memory():
     """Graphs of larger and larger tensors take what the largest needs, and not the sum."""
     sizes, pool, graphs = (400 * 2 ** 20, 600 * 2 ** 20, 800 * 2 ** 20), None, []
+    torch.cuda.reset_peak_memory_stats()
+    torch.empty(sizes[-1], dtype=torch.uint8, device="cuda")        # as the largest step holds at most
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     for size in sizes:
-        with recorded(pool, room=sizes[-1]) as graph:
+        with recorded(pool) as graph:
             torch.empty(size, dtype=torch.uint8, device="cuda").zero_()
         graphs.append(graph)
         pool = graph.pool()
