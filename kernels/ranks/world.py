@@ -70,8 +70,8 @@ class World:
             torch.cuda.set_device(self.device)
             # With a workspace cuBLASLt clears it before every FP8 matmul, which takes 0.7% of a step.
             os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
-            # Before it ends a rank that it gives up, NCCL would write a report that nobody reads. In one trial
-            # that end took 90 s, probably for it.
+            # Before it ends a rank that it gives up, NCCL would write a report that nobody reads.
+            # In one trial that end took 90 s, probably for it.
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         self.watchdog = None
         if self.size > 1:
