@@ -14,6 +14,7 @@ import sys
 import time
 from datetime import timedelta
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -98,8 +99,9 @@ def main() -> int:
     place, action, rank, *settings = sys.argv[1:]
     if action in ("hang", "wait"):
         world.PATIENCE = collectives.PATIENCE = PATIENCE
-        # With none it is the collective that gives up.
-        world.Watchdog = partial(Watchdog, hang=HANG) if action == "hang" else lambda *_: None
+        # Without a limit for hangs it is the collective that gives up.
+        world.Watchdog = (partial(Watchdog, hang=HANG) if action == "hang" else
+                          lambda rank, size, _: Watchdog(rank, size, patience=inf, hang=inf))
     if os.environ["RANK"] == rank:
         disturb(place, action)
     return train_gpt.main(settings)
@@ -180,7 +182,7 @@ TRIALS = [(way, *fault) for way in WAYS for fault in FAULTS if (way, fault[0]) !
 def test_a_rank_that_fails_ends_all(way, shards, tmp_path, record_property, place, action, rank, said):
     """In time, with a line that says which and why; the log says `stopped`, unless rank 0 is killed.
 
-    NCCL kills a process in which a collective has waited for too long, as is the case without a watchdog.
+    NCCL kills a process in which a collective has waited for too long.
     """
     flags, said = ["--data_path", str(shards)], said[way] if action == "wait" else said
     if place == "collective":           # A replayed graph would not come by the place.

@@ -160,6 +160,10 @@ class PeerCopies(Collectives):
         # wait. On a rank with a long queue that would wipe out the first signal of a faster rank, which this
         # rank then awaits for ever.
         torch.cuda.synchronize(device)
+        # The rendezvous waits for all ranks and holds Python's lock, so that no watchdog would run meanwhile.
+        # They wait here before, without it.
+        with with_others():
+            dist.barrier(self.group)
         self.memories[x.untyped_storage().data_ptr()] = _symmetric_memory.rendezvous(x, self.group)
         return x
 

@@ -70,9 +70,10 @@ class World:
             torch.cuda.set_device(self.device)
             # With a workspace cuBLASLt clears it before every FP8 matmul, which takes 0.7% of a step.
             os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
-            # Before it ends a rank that it gives up, NCCL would write a report that nobody reads.
-            # In one trial that end took 90 s, probably for it.
+            # Before it ends a rank that it gives up, torch would write a report that nobody reads, and sleep
+            # four times as long as that may take: 60 s by default, and 2 s with this.
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+            os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
         self.watchdog = None
         if self.size > 1:
             try:
