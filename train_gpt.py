@@ -250,8 +250,8 @@ class Config:
     overlap: bool = True            # Collectives run under computation: 12.7 ms a step, not 13.9.
     peer_copies: bool = True        # Collectives are copies between GPUs that see each other; false: by NCCL.
     doctor: bool = False            # Look at the machine first (./run.sh doctor); the log gets the figures.
-    check_ranks: Count = 0          # Compare the ranks' weights, by hashes, every so many steps; 0: never.
-    deterministic: bool = False     # The same bits in every run, also of attention's backward pass; slower.
+    check_ranks: Count = 0          # Compare hashes of the ranks' weights so often, 4 ms each; 0: never.
+    deterministic: bool = False     # The same bits in every run, also of attention's backward pass: +0.5%.
     write_log: bool = True          # Write a run folder under `records/runs`.
     checkpoint: str = ""            # folder for checkpoints of training (records/run/checkpoint.py), …
     checkpoint_every: Count = 0     # … one after so many steps (0: none) …
@@ -279,13 +279,13 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # 190 M tokens and at most 4 GPUs: the record of records/2026-11-24_one-h200-clean. Without the tails of
+    # 190 M tokens and at most 4 GPUs: the record of records/2026-11-25_two-h200-clean. Without the tails of
     # cut documents a second epoch would start, which costs 0.1 of loss.
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", data_path="", keep_tails=True, micro_batches=4, ngram_rows=268_435_456,
         ngram_classes=True, near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8,
         final_lr=0.25, steps=1380, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
-    # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. It ran for 1,977 steps so far.
+    # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,
         **HALF_BATCHES),

@@ -61,14 +61,20 @@ def on_threads(monkeypatch):
     here = threading.local()
 
     def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        here.cleared = False
+        here.cleared = here.together = False
         return torch.empty(*shape, dtype=dtype)
 
     def meet(x: torch.Tensor, group: Group) -> Memory:
         assert here.cleared, "the device may clear the signals after another rank's first one"
+        assert here.together, "a rank would wait here with Python's lock, which stops its watchdog"
+        here.together = False
         return rendezvous(x, group)
 
+    def wait_for_all(group: Group) -> None:
+        here.together = group.shared.barrier.wait(timeout=30) >= 0
+
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: setattr(here, "cleared", True))
+    monkeypatch.setattr(collectives.dist, "barrier", wait_for_all)
     monkeypatch.setattr(_symmetric_memory, "empty", empty)
     monkeypatch.setattr(_symmetric_memory, "rendezvous", meet)
 
