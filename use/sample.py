@@ -25,7 +25,7 @@ from use.model import PLAIN, Saved, choose_device, latest_model, load, one_line,
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float,
            generator: torch.Generator) -> Tensor:
-    """A token (samples,) by each row of logits (samples, vocabulary) float32, on the CPU.
+    """A token (samples,) by each row of logits (samples, vocabulary) float32, where the generator is too.
 
     `temperature` 0 takes the likeliest. Otherwise only the `top_k` likeliest (0: all) and the fewest that
     have a probability of `top_p` together can come.
@@ -48,18 +48,19 @@ def sample(saved: Saved, prompt: np.ndarray, tokens: int, samples: int, seed: in
 
     A sample has ended with the start of a document, which it then repeats.
     """
-    reader, generator = Reader(saved), torch.Generator().manual_seed(seed)
-    size, start = saved.model.config.vocab_size, saved.model.config.document_start
-    after = reader.read(torch.from_numpy(prompt.astype(np.int64))[None].to(saved.model.device))[:, -1:]
+    device, config = saved.model.device, saved.model.config
+    reader, generator = Reader(saved), torch.Generator(device).manual_seed(seed)
+    size, start = config.vocab_size, config.document_start
+    after = reader.read(torch.from_numpy(prompt.astype(np.int64))[None].to(device))[:, -1:]
     reader.spread(samples)
     after, ended = after.expand(samples, 1, -1), torch.zeros(samples, dtype=torch.bool)
     for left in reversed(range(tokens)):
-        chosen = choose(after[:, -1, :size].cpu(), temperature, top_k, top_p, generator)
+        chosen = choose(after[:, -1, :size], temperature, top_k, top_p, generator).cpu()
         ended |= chosen == start
         yield chosen.masked_fill_(ended, start)
         if ended.all() or not left:
             return
-        after = reader.read(chosen[:, None].to(saved.model.device))
+        after = reader.read(chosen[:, None].to(device))
 
 
 def arguments() -> argparse.ArgumentParser:
