@@ -13,6 +13,7 @@ from torch import nn
 
 import train_gpt
 from data.shards import write_shard
+from kernels.ranks.world import World
 from kernels.streams import recorded
 from records.run import fit, memory
 from records.run.settings import UserError
@@ -226,6 +227,22 @@ def test_graphs_share_one_piece_of_memory():
         pool = graph.pool()
     taken = torch.cuda.memory_reserved() - before
     assert sizes[-1] < taken < 1.05 * sizes[-1] + 2 ** 27 < sum(sizes)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_run_gives_the_memory_of_its_graphs_back():
+    """Also where cuBLAS has worked in it."""
+    world = SimpleNamespace(device=torch.device("cuda", torch.cuda.current_device()))
+    World.release(world)
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    with recorded() as graph:
+        x = torch.ones(1024, 1024, device="cuda")
+        torch.mm(x, x)
+    assert torch.cuda.memory_reserved() > before
+    del graph, x
+    World.release(world)
+    assert torch.cuda.memory_reserved() <= before
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
