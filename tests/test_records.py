@@ -291,9 +291,9 @@ def test_a_record_on_the_corpus_holds_three_texts_and_a_second_run(root):
     assert data["scores"] == pytest.approx({"clean": 3.568, "fineweb": 3.568})
     readme = (folder / "README.md").read_text()
     assert "clean 3.5680, fineweb 3.5680" in readme and "A second full run, seed 20" in readme
-    change_json(folder, scores={"clean": 3.5, "fineweb": 3.5}, chosen_with=[5], **{"class": "open"})
+    change_json(folder, scores={"clean": 3.5, "fineweb": 3.5}, chosen_with=[5, 20], **{"class": "open"})
     problems = " ".join(check(folder)[0])
-    assert all(word in problems for word in ("scores is", "class is 'open'", "seeds [5] chose"))
+    assert all(word in problems for word in ("scores is", "class is 'open'", "seeds [5, 20] chose"))
 
 
 @pytest.mark.parametrize("particulars, second, problem", [
@@ -311,6 +311,13 @@ def test_a_record_on_the_corpus_is_refused(root, particulars, second, problem):
     other = corpus_runs(root, "again", range(20, 21), **second)[0] if second is not None else None
     with pytest.raises(RecordError, match=re.escape(problem)):
         create(runs, root, "corpus", WORDS, second=other)
+
+
+def test_a_second_run_of_a_changed_program_is_refused(root):
+    runs, second = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))[0]
+    second.header["dirty"] = True
+    with pytest.raises(RecordError, match="its runs had changes that are not in their commit"):
+        create(runs, root, "corpus", WORDS | {"chosen_with": []}, second=second)
 
 
 OTHER_TEXT = {"tokens": 1000, "sha256": "x"}
@@ -621,11 +628,11 @@ def test_the_readme_of_this_repository_is_not_stale():
 def test_watch(root, capsys):
     log = write_run(root / "runs", "now", pace_ms=27.0, day=datetime(2026, 11, 22))
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:50]))
-    # The newest run, against the fastest record of its preset.
+    # The newest run, against the fastest record of its preset and class.
     assert command("--records", root, "watch", "--once") == 0
     printed = capsys.readouterr().out
-    assert re.search(r"-now: step 42 of 60\n", printed) and "tokens/s" in printed and re.search(r"\d s left",
-                                                                                                printed)
+    assert re.search(r"-now \(n-gram table: [^)]+\): step 42 of 60\n", printed)
+    assert "tokens/s" in printed and re.search(r"\d s left", printed)
     assert "from the target 3.28" in printed and re.search(r"2026-11-21_first had 3\.\d{4} at this time",
                                                            printed)
     assert "ahead" in printed

@@ -81,8 +81,9 @@ def check_logs(recorded: list[dict], true: list[dict]) -> list[str]:
 def check_sources(record: Record) -> tuple[list[str], list[str]]:
     """(problems, notes): whether the commit that the record names is what its logs say that they ran."""
     commit, hashed = record.data["commit"], record.runs[0].header["sources"]
-    named = {run.header["commit"] for run in record.runs}
-    dirty = any(run.header["dirty"] is not False for run in record.runs)
+    headers = [run.header for run in (*record.runs, *filter(None, [record.second]))]
+    named = {header["commit"] for header in headers}
+    dirty = any(header["dirty"] is not False for header in headers)
     problems, notes = [], []
     if not dirty and named != {commit}:
         problems.append(f"commit is {commit[:12]}, but the logs name "
@@ -105,8 +106,9 @@ def check_sources(record: Record) -> tuple[list[str], list[str]]:
 
 
 def check_pace(data: dict, parent: dict) -> list[str]:
-    """A note if a record is not faster than its parent was on the same machine."""
-    if parent["hardware"] != data["hardware"] or parent["mean_time_s"] > data["mean_time_s"]:
+    """A note if a record is not faster than its parent, of the same machine, class and rules."""
+    alike = all(parent.get(name) == data.get(name) for name in ("hardware", "class", "schema"))
+    if not alike or parent["mean_time_s"] > data["mean_time_s"]:
         return []
     return [f"not faster than its parent: {data['mean_time_s']:.3f} s, {parent['mean_time_s']:.3f} s before"]
 

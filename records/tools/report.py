@@ -23,7 +23,7 @@ HEAD = ["record", "date", "time (s)", "loss (nats/token)", "target", "n", "p", "
         "machine", "preset", "by"]
 LEGEND = ("Mean ± standard deviation over n runs; p of the one-sided t-test of \"the mean loss is above the "
           "target\", for n > 1.\nThe class of the n-gram table goes by its parameters: at most 0.3 G, at "
-          "most 65 G, or open.")
+          "most 65 G, or open.\nOther texts, -: scored on the validation text alone.")
 # Of what others wrote into a record nothing may run or be fetched, even where an escape was forgotten.
 POLICY = ("default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
           "form-action 'none'")
@@ -104,10 +104,12 @@ def html_page(records: list[Record]) -> str:
 
 
 def progress(records: list[Record]) -> dict[str, list[tuple[date, float, bool]]]:
-    """Times are comparable only on one machine, preset and target: a series for each."""
+    """Times are comparable only on one machine, preset, class, target and texts: a series for each."""
     series = defaultdict(list)
     for record in records:
-        name = f"{machine(record)}, {record.data['preset']}, target {number_text(record.data['target'], 'g')}"
+        name = (f"{machine(record)}, {record.data['preset']}, {table_class(record.runs[0].header)}, "
+                f"target {number_text(record.data['target'], 'g')}"
+                + ", on one text" * (not record.data.get("scores")))
         day = date.fromisoformat(record.data["date"])
         series[name].append((day, record.data["mean_time_s"], is_proven(record.data)))
     return dict(series)

@@ -35,9 +35,9 @@ def check_rules(data: dict, runs: list[Run], second: Run | None) -> list[str]:
     for run in every:
         if silent := [name for name in (*ORIGIN, *STAMPS, "data") if name not in run.header | run.summary]:
             problems.append(f"{run.label} does not say {', '.join(silent)}")
-    if any(run.header["dirty"] is not False for run in runs):
+    if any(run.header["dirty"] is not False for run in every):
         problems.append("its runs had changes that are not in their commit; commit first, then run")
-    if both := sorted(set(data["seeds"]) & set(data["chosen_with"])):
+    if both := sorted({run.seed for run in every} & set(data["chosen_with"])):
         problems.append(f"seeds {both} chose a setting or the number of steps; they prove nothing")
     problems += check_left_out(every)
     if any(map(is_corpus, every)):

@@ -109,15 +109,16 @@ def sweep_text(results: list[dict]) -> str:
     def cells(row: dict) -> list[str]:
         settings = " ".join(f"{key}={value}" for key, value in row["settings"].items())
         if "diverged" in row:
-            return [settings, "-", "diverged ", *"-" * 5]
+            return [settings, "-", "diverged ", *"-" * 6]
         loss = row["loss"]["mean"]
         return [settings, str(row["n"]), f"{loss:.4f}{'*' if loss == best else ' '}",
                 number_text(row["loss"]["standard_deviation"], ".4f"), number_text(row["difference"], "+.4f"),
                 number_text(row["p_difference"], ".2g"), number_text(row["p"], ".2g"),
-                f"{row['time_s']['mean']:.3f}"]
+                f"{row['time_s']['mean']:.3f}", row["class"]]
 
     target = number_text(whole[0]["target"], "g")
-    head = ["settings", "n", "loss ", "sd", "- first", "p (- first)", f"p (< {target})", "time (s)"]
+    head = ["settings", "n", "loss ", "sd", "- first", "p (- first)", f"p (< {target})", "time (s)",
+            "n-gram table"]
     comparisons = len(whole) - 1
     lines = [table(head, list(map(cells, results))), "",
              "* lowest mean loss. p (- first): Welch's test against the first row with a loss, two-sided"

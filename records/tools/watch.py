@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import printable
+from records.tools.classes import table_class
 from records.tools.logs import find_logs, read_log
 from records.tools.record import Record, load_all, runs_folder
 from records.tools.schema import LOG_NAME, RecordError, Run
@@ -24,9 +25,12 @@ def newest_run(runs: Path) -> Path:
 
 
 def parent_of(run: Run, root: Path) -> Record | None:
-    """The fastest record of the same preset: what this run has to beat."""
-    records = [record for record in load_all(root) if record.data["preset"] == run.header["preset"]]
-    return min(records, key=lambda record: record.data["mean_time_s"], default=None)
+    """The fastest record of the same preset and class, by the newest rules: what this run has to beat."""
+    def kind(header: dict) -> tuple:
+        return header["preset"], table_class(header)
+
+    records = [record for record in load_all(root) if kind(record.runs[0].header) == kind(run.header)]
+    return min(records, key=lambda record: (-record.data["schema"], record.data["mean_time_s"]), default=None)
 
 
 def at_time(runs: list[Run], time_s: float) -> float | None:
@@ -51,7 +55,8 @@ def curve(losses: np.ndarray, width: int, height: int) -> list[str]:
 def picture(run: Run, parent: Record | None, width: int = 80, height: int = 10) -> str:
     """What there is to say about a run now, as lines of text."""
     done, planned = len(run.steps["step"]), run.planned_steps
-    lines = [f"{run.label}: step {done} of {planned or '?'}" + ("" if not run.finished else ", finished")]
+    lines = [f"{run.label} (n-gram table: {table_class(run.header)}): step {done} of {planned or '?'}"
+             + ", finished" * run.finished]
     lines += [f"  {warning}" for warning in run.warnings if not warning.startswith("not finished")]
     if not done:
         return "\n".join([*lines, "  no step yet: compiling and warming up"])
@@ -80,7 +85,7 @@ def standing(run: Run, parent: Record | None) -> list[str]:
     if target is not None:
         line += f", {loss - target:+.4f} from the target {target:g}"
     if parent is None:
-        return [line, "no record of this preset to compare with"]
+        return [line, "no record of this preset and class to compare with"]
     then = at_time(parent.runs, time_s)
     if then is None:
         return [line, f"{parent.name} has no loss at {time_s:.1f} s: it took "
