@@ -1,6 +1,7 @@
 """The ranks of a run: one process for each GPU, started by torchrun, or several on a CPU."""
 import gc
 import os
+import socket
 from collections.abc import Callable
 
 import torch
@@ -77,10 +78,12 @@ class World:
         self.watchdog = None
         if self.size > 1:
             try:
+                # With a name that nobody knows torch would try for as long as the ranks have patience.
+                socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
                 dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE,
                                         device_id=self.device if on_gpu else None)
                 self.watchdog = Watchdog(self.rank, self.size, PATIENCE.total_seconds())
-            except (RuntimeError, ValueError) as error:     # torch's own errors among them
+            except (RuntimeError, ValueError, OSError) as error:        # torch's own errors among them
                 raise RankError(f"the ranks do not find each other ({reason_of(error)}); start with "
                                 "torchrun") from None
         self.collectives = Collectives(self.size)
