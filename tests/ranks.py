@@ -220,7 +220,7 @@ def all_end(folder: Path, way: str, place: str, action: str, rank: int, said: st
 
 
 def test_deterministic_runs_are_equal(way, shards, tmp_path):
-    """Two whole runs, by every loss in their logs."""
+    """Two whole runs, by every loss in their logs and every bit of the weights that they save."""
     flags = ["--data_path", str(shards), "--deterministic", "true"]
     for name in "ab":
         status, found, _ = undisturbed(tmp_path / name, way, *flags)
@@ -228,6 +228,8 @@ def test_deterministic_runs_are_equal(way, shards, tmp_path):
     losses = [[line["loss"] for line in map(json.loads, log.read_text().splitlines()) if "loss" in line]
               for log in tmp_path.glob("?/2*/log.jsonl")]
     assert len(losses[0]) == 5 + 2 + 1 and losses[0] == losses[1]
+    weights = [model.read_bytes() for model in sorted(tmp_path.glob("?/2*/model/*.safetensors"))]
+    assert len(weights) == 2 and weights[0] == weights[1]
 
 
 def undisturbed(folder: Path, way: str, *flags: str, **more: object) -> tuple[int, str, float]:
