@@ -18,7 +18,6 @@ How to read it:
 `kernels/` has a folder for each part of the model. Every Triton kernel has a reference in plain PyTorch.
 """
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -56,6 +55,7 @@ from records.run.kinds import Beta, Blocks, Count, Factor, Few, Positive, Seed, 
 from records.run.log import RunLog
 from records.run.machine import device_name, ending_facts, machine_facts
 from records.run.progress import Report, StepFacts, summarise
+from records.run.terminal import outlive_terminal
 from records.run.weights import prepare, save_model
 
 ROOT = Path(__file__).resolve().parent
@@ -1161,8 +1161,7 @@ def print_tables(config: Config, ranks: int, timetables: bool) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run from a command line; returns the exit status. Expected failures end in one line, from rank 0."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)       # torchrun forwards Ctrl-C as this.
-    sys.stdout.reconfigure(line_buffering=True)     # A full disk then shows here, and not at the end.
+    outlive_terminal()
     rank = 0
     try:
         rank, _, _ = launched()

@@ -39,6 +39,7 @@ from torch import Tensor
 from kernels.streams import side_stream
 from records.run.log import LogError, disk_errors
 from records.run.settings import UserError, shown
+from records.run.terminal import ending_signals
 from records.run.weights import (
     TensorFiles,
     check_place,
@@ -201,7 +202,7 @@ class Keeper:
         if self.config.checkpoint_on_stop:
             def stop(*_) -> None:
                 self.stopped = True
-            self.handlers = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGINT)}
+            self.handlers = {n: signal.signal(n, stop) for n in ending_signals()}
         return self
 
     def __exit__(self, kind, *_) -> None:
