@@ -1119,7 +1119,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
         report.bar.close()
     ending = startup | explain.ngram_facts(trainer.optimizer) | (
         ending_facts(world.device, config.data_path) if log.file else {})
-    summarise(report, log, config.target, config.vocab_size == embedded.VOCAB_SIZE, ending)
+    report.lines = summarise(report, log, config.target, config.vocab_size == embedded.VOCAB_SIZE, ending)
     return report
 
 
@@ -1145,9 +1145,12 @@ def run(config: Config, world: World, started: float) -> Report:
         first = restore(trainer, resumed) if resumed else 0
         startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}
         report = train(trainer, log, startup, first)
-    if config.save:
-        trainer.optimizer.untie()
-        save_model(trainer.model, report, log)
+    try:
+        if config.save:
+            trainer.optimizer.untie()
+            report.lines += save_model(trainer.model, report, log)
+    finally:
+        report.say()        # behind the model, which is not lost if nothing can be printed
     return report
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TINY, command, environment, process, write_documents
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch.distributed.run import get_args_parser
 
 import train_gpt
@@ -208,6 +208,41 @@ def test_a_full_disk(shards, tmp_path, monkeypatch):
     refused(result, "cannot write the run's log", "RUNS_PATH")
     result = command(*SHORTER, "--save", "/dev/full/model", DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
     refused(result, "/dev/full")
+
+
+def test_a_run_outlives_its_folder_and_names_that_are_no_text(tmp_path, shards, monkeypatch):
+    """The working folder is removed meanwhile; names hold bytes that are not UTF-8, and steer a terminal."""
+    data, runs, begun_in = tmp_path / "data\udcff", tmp_path / "runs", tmp_path / "folder"
+    data.symlink_to(shards)
+    begun_in.mkdir()
+    warm_up = train_gpt.Trainer.warm_up
+
+    def remove(trainer: train_gpt.Trainer) -> None:
+        warm_up(trainer)
+        begun_in.rmdir()
+
+    monkeypatch.setattr(train_gpt.Trainer, "warm_up", remove)
+    monkeypatch.chdir(begun_in)
+    words = [*SHORTER, "--name", "a\udcff\x1b[31m", "--save", "model\udcff\x1b[2J"]
+    result = command(*words, DATA_PATH=str(data), RUNS_PATH=str(runs))
+    assert result.returncode == 0, result.stderr
+    assert read_log(runs)[-1]["kind"] == "summary"
+    saved = begun_in / "model\udcff\x1b[2J"
+    assert load((saved / "model.safetensors").read_bytes())
+    assert "# a?\x1b" in (saved / "README.md").read_text("utf-8")
+    *_, log, model = result.stdout.splitlines()
+    assert log.startswith("log ") and model.startswith("model ") and "\x1b" not in result.stdout
+    assert all(r"\udcff\x1b[" in line for line in (log, model))
+
+
+def test_a_model_is_saved_before_anything_is_printed(tmp_path, shards, monkeypatch):
+    def fail(report: train_gpt.Report) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train_gpt.Report, "say", fail)
+    result = command(*SHORTER, "--save", "log", DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
+    refused(result, "No space left")
+    assert read_log(tmp_path)[-1]["kind"] == "summary" and list(tmp_path.glob("*/model/model.safetensors"))
 
 
 @pytest.mark.parametrize("failed, number", [("stdout", errno.EPIPE), ("stdout", errno.ENOSPC),
