@@ -18,7 +18,6 @@ How to read it:
 `kernels/` has a folder for each part of the model. Every Triton kernel has a reference in plain PyTorch.
 """
 import os
-import signal
 import sys
 import time
 from collections import deque
@@ -56,6 +55,7 @@ from records.run.kinds import Beta, Blocks, Count, Factor, Few, Positive, Seed, 
 from records.run.log import RunLog
 from records.run.machine import device_name, ending_facts, machine_facts
 from records.run.progress import Report, StepFacts, summarise
+from records.run.terminal import outlive_terminal
 from records.run.weights import prepare, save_model
 
 ROOT = Path(__file__).resolve().parent
@@ -1119,7 +1119,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
         report.bar.close()
     ending = startup | explain.ngram_facts(trainer.optimizer) | (
         ending_facts(world.device, config.data_path) if log.file else {})
-    summarise(report, log, config.target, config.vocab_size == embedded.VOCAB_SIZE, ending)
+    report.lines = summarise(report, log, config.target, config.vocab_size == embedded.VOCAB_SIZE, ending)
     return report
 
 
@@ -1145,9 +1145,12 @@ def run(config: Config, world: World, started: float) -> Report:
         first = restore(trainer, resumed) if resumed else 0
         startup = {"startup_s": round(time.time() - started, 3), "compile_s": round(time.time() - begin, 3)}
         report = train(trainer, log, startup, first)
-    if config.save:
-        trainer.optimizer.untie()
-        save_model(trainer.model, report, log)
+    try:
+        if config.save:
+            trainer.optimizer.untie()
+            report.lines += save_model(trainer.model, report, log)
+    finally:
+        report.say()        # behind the model, which is not lost if nothing can be printed
     return report
 
 
@@ -1161,8 +1164,7 @@ def print_tables(config: Config, ranks: int, timetables: bool) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run from a command line; returns the exit status. Expected failures end in one line, from rank 0."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)       # torchrun forwards Ctrl-C as this.
-    sys.stdout.reconfigure(line_buffering=True)     # A full disk then shows here, and not at the end.
+    outlive_terminal()
     rank = 0
     try:
         rank, _, _ = launched()

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # disk full, quota used up, file size limit
 
@@ -19,17 +20,32 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
+def open_streams() -> None:
+    """Make standard output and error fit to print to: what their character set lacks is printed as "?".
+
+    One that was closed, as by `>&-`, is None to Python. What it is told then goes nowhere.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(errors="replace")
+
+
+def keep_nothing(stream: TextIO) -> None:
+    """Let a stream that failed go nowhere: what it holds would be written, and fail, when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 @contextlib.contextmanager
 def one_line_errors(parser: argparse.ArgumentParser, place: str = "out") -> Iterator[argparse.Namespace]:
     """Run a tool: gives the arguments of the command line, and ends the block's failures in one line.
 
     DataError, OSError and Ctrl-C become a line, headed by the name of the program, and an exit status. The
-    argument `place` is named where the system does not say which file it was. What the terminal's character
-    set lacks is printed as "?".
+    argument `place` is named where the system does not say which file it was. A reader of our output that has
+    gone, as in `… | head`, is no error: the program ends with status 0.
     """
     arguments = argparse.Namespace()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")
+    open_streams()
     try:
         try:
             yield parser.parse_args(namespace=arguments)
@@ -40,6 +56,8 @@ def one_line_errors(parser: argparse.ArgumentParser, place: str = "out") -> Iter
         message, status = str(error), 2
     except OSError as error:
         message, status = system_error(error, getattr(arguments, place, None))
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(0) from None
     except KeyboardInterrupt:
         message, status = "interrupted; nothing unfinished is left in place", 130
     print(f"{parser.prog}: {printable(message)}".replace("\n", " "), file=sys.stderr)
@@ -47,17 +65,12 @@ def one_line_errors(parser: argparse.ArgumentParser, place: str = "out") -> Iter
 
 
 def system_error(error: OSError, place: Path | str | None = None) -> tuple[str, int]:
-    """What to say of an error of the system, and an exit status.
-
-    A reader of our output that has gone, as in `… | head`, is no error: the program ends with status 0.
-    """
+    """What to say of an error of the system, and an exit status."""
     try:
         sys.stdout.flush()
-    except OSError:  # What is left would be written, and fail, once more when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError:
+        keep_nothing(sys.stdout)
         place = "standard output"
-    if isinstance(error, BrokenPipeError):
-        raise SystemExit(0)
     advice = ""
     if error.errno in NO_SPACE:
         advice = "; free some" + (" or choose another folder with --out" if isinstance(place, Path) else "")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import one_line_errors, positive
+from data.errors import one_line_errors, positive, printable
 from data.shards import open_shard, shards_in
 
 LENGTHS = (3, 5, 8, 13, 50)
@@ -102,7 +102,7 @@ def marked_tokens(folder: str, count: int) -> np.ndarray | None:
             same = all(str(saved[split]) == fingerprint(folder, split) for split in ("train", "val"))
             marks = np.unpackbits(saved["marks"]).astype(bool)
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        print(f"WARNING: {path} is damaged ({error}) and was left out", file=sys.stderr)
+        print(printable(f"WARNING: {path} is damaged ({error}) and was left out"), file=sys.stderr)
         return None
     return marks[:count] if same and len(marks) >= count else None
 

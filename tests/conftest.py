@@ -146,7 +146,7 @@ def command(*words: str, program: Callable = train_gpt.main, **variables: str) -
     A process of its own would import torch for seconds. `program` may be another one than `train_gpt.main`.
     """
     out, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     with (redirect_stdout(out), redirect_stderr(errors),
           mock.patch.object(sys, "argv", ["train_gpt.py", *words]),
           mock.patch.dict(os.environ, environment(**variables), clear=True),
@@ -156,6 +156,7 @@ def command(*words: str, program: Callable = train_gpt.main, **variables: str) -
         except SystemExit as end:
             status = end.code or 0
         finally:
-            signal.signal(signal.SIGTERM, handler)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     texts = (stream.buffer.getvalue().decode() for stream in (out, errors))
     return subprocess.CompletedProcess(words, status, *texts)

@@ -3,6 +3,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -143,6 +144,21 @@ def test_shards_that_changed_are_named_by_peek_and_by_the_log(recorded, damage, 
     assert facts["changed_shards"] == names and "changed since manifest.json" in capsys.readouterr().err
     message = refused_here(monkeypatch, capsys, peek, recorded)
     assert all(name in message for name in names) and "changed since manifest.json" in message
+
+
+@pytest.mark.parametrize("damage, changed", [
+    (lambda folder: [path.unlink() for path in folder.glob("*.bin")], []),
+    (lambda folder: shutil.rmtree(folder), []),
+    (lambda folder: (folder / "train_000000.bin").write_bytes(b""), ["train_000000.bin"]),
+    (lambda folder: (folder / "manifest.json").write_text("{"), None),
+])
+def test_shards_that_go_during_a_run_do_not_cost_it(recorded, damage, changed, capsys):
+    """The summary leaves out what nobody knows, by which a record of it is refused."""
+    damage(recorded)
+    overlap.fingerprint.cache_clear()
+    facts = ending_facts(train_gpt.torch.device("cpu"), str(recorded))
+    assert "data" not in facts and facts.get("changed_shards") == changed
+    assert "WARNING: the log does not say what text this was: " in capsys.readouterr().err
 
 
 def test_a_folder_or_a_broken_link_is_no_shard(tmp_path):

@@ -1,4 +1,5 @@
 """The program from outside: its log, its messages for bad input, interrupts, imports, a laptop's preset."""
+import errno
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +16,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TINY, command, environment, process, write_documents
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch.distributed.run import get_args_parser
 
 import train_gpt
+from data.errors import open_streams
 from data.shards import HEADER_BYTES, ShardError
 from records.recipes import medium
-from records.run import settings, sources
+from records.run import settings, sources, terminal
 from records.run.log import LogError
 from records.run.settings import UserError
 
@@ -207,7 +210,80 @@ def test_a_full_disk(shards, tmp_path, monkeypatch):
     refused(result, "/dev/full")
 
 
-def test_interrupt_leaves_a_complete_log(tmp_path, shards):
+def test_a_run_outlives_its_folder_and_names_that_are_no_text(tmp_path, shards, monkeypatch):
+    """The working folder is removed meanwhile; names hold bytes that are not UTF-8, and steer a terminal."""
+    data, runs, begun_in = tmp_path / "data\udcff", tmp_path / "runs", tmp_path / "folder"
+    data.symlink_to(shards)
+    begun_in.mkdir()
+    warm_up = train_gpt.Trainer.warm_up
+
+    def remove(trainer: train_gpt.Trainer) -> None:
+        warm_up(trainer)
+        begun_in.rmdir()
+
+    monkeypatch.setattr(train_gpt.Trainer, "warm_up", remove)
+    monkeypatch.chdir(begun_in)
+    words = [*SHORTER, "--name", "a\udcff\x1b[31m", "--save", "model\udcff\x1b[2J"]
+    result = command(*words, DATA_PATH=str(data), RUNS_PATH=str(runs))
+    assert result.returncode == 0, result.stderr
+    assert read_log(runs)[-1]["kind"] == "summary"
+    saved = begun_in / "model\udcff\x1b[2J"
+    assert load((saved / "model.safetensors").read_bytes())
+    assert "# a?\x1b" in (saved / "README.md").read_text("utf-8")
+    *_, log, model = result.stdout.splitlines()
+    assert log.startswith("log ") and model.startswith("model ") and "\x1b" not in result.stdout
+    assert all(r"\udcff\x1b[" in line for line in (log, model))
+
+
+def test_a_model_is_saved_before_anything_is_printed(tmp_path, shards, monkeypatch):
+    def fail(report: train_gpt.Report) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(train_gpt.Report, "say", fail)
+    result = command(*SHORTER, "--save", "log", DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
+    refused(result, "No space left")
+    assert read_log(tmp_path)[-1]["kind"] == "summary" and list(tmp_path.glob("*/model/model.safetensors"))
+
+
+@pytest.mark.parametrize("failed, number", [("stdout", errno.EPIPE), ("stdout", errno.ENOSPC),
+                                            ("stderr", errno.EPIPE), ("stderr", errno.ENOSPC)])
+def test_streams_that_fail(failed, number, monkeypatch, tmp_path):
+    """A reader that goes costs no run; a full disk below standard output is told, at its first line."""
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stdout", (tmp_path / "stdout").open("w"))
+    monkeypatch.setattr(sys, failed, open("/dev/full" if number == errno.ENOSPC else write, "w"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    terminal.outlive_terminal()
+    expected = pytest.raises(OSError) if (failed, number) == ("stdout", errno.ENOSPC) else nullcontext()
+    with expected:
+        for i in range(3):
+            print(i, file=getattr(sys, failed), flush=True)
+
+
+@pytest.mark.parametrize("prepare", [terminal.outlive_terminal, open_streams])
+def test_streams_that_are_closed(prepare, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    prepare()
+    print("é\udcff")
+    print("é\udcff", file=sys.stderr, flush=True)
+
+
+def test_a_hangup_ends_a_run_once_and_not_below_nohup(monkeypatch):
+    monkeypatch.setattr(signal, "signal", (handlers := {}).__setitem__)
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)
+    assert terminal.ending_signals() == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    with pytest.raises(KeyboardInterrupt):
+        terminal.interrupt(signal.SIGHUP, None)
+    assert handlers == {signal.SIGHUP: signal.SIG_IGN}
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+    assert terminal.ending_signals() == [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_interrupt_leaves_a_complete_log(tmp_path, shards, number):
     words = [sys.executable, "train_gpt.py", *SHORT, "--steps", "600", "--epochs", "2000"]
     variables = environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
     running = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
@@ -218,7 +294,7 @@ def test_interrupt_leaves_a_complete_log(tmp_path, shards):
     deadline = time.time() + 60
     while time.time() < deadline and not has_begun():
         time.sleep(0.2)
-    running.send_signal(signal.SIGINT)
+    running.send_signal(number)
     _, errors = running.communicate(timeout=30)
     assert running.returncode == 130 and "Traceback" not in errors
     assert "interrupted; the log so far is complete" in errors

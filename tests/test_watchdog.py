@@ -157,7 +157,7 @@ def test_a_rank_that_fails_alone_says_so_itself(monkeypatch, capsys, error):
     slept = []
     monkeypatch.setattr(train_gpt, "parse", fail)
     monkeypatch.setattr(train_gpt.time, "sleep", slept.append)
-    monkeypatch.setattr(train_gpt.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)
     assert train_gpt.main([]) == 2 and slept == [2]

@@ -100,6 +100,22 @@ def test_output_into_a_reader_that_has_gone(place, name):
     done = attempt(name, place, write, PYTHONUNBUFFERED="")
     os.close(write)
     assert done.returncode == 0
+    assert name != "train" or last_line(place) == "summary"
+
+
+def last_line(place: dict) -> str:
+    """What kind of line the log of the one run ends in."""
+    [log] = place["out"].glob("*/log.jsonl")
+    return json.loads(log.read_text().splitlines()[-1])["kind"]
+
+
+@pytest.mark.parametrize("name", ["train", "peek", "stats"])
+@pytest.mark.parametrize("streams", [">&-", "2>&-", ">&- 2>&-", "2>/dev/full", "2>&1 | :"])
+def test_streams_that_take_nothing(place, name, streams):
+    """Nor may the program end because of them: the status is that of what was done."""
+    inside = "bash", "-o", "pipefail", "-c", f'"$0" "$@" {streams}'
+    assert attempt(name, place, inside=inside, PYTHONUNBUFFERED="").returncode == 0
+    assert name != "train" or last_line(place) == "summary"
 
 
 @pytest.fixture(params=["full", "read-only"])

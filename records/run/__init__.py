@@ -7,6 +7,7 @@
 - `sources.py`   which files make a run what it is, their hash, and how they differ from the commit
 - `machine.py`   facts about devices, driver and versions
 - `log.py`       the run's folder and the lines of its log
+- `terminal.py`  what a run outlives of its terminal: readers that go, streams that are closed, signals
 - `progress.py`  the progress bar, a log line for each step, and the summary
 - `weights.py`   the folder of a trained model, which `use/` reads
 - `checkpoint.py`  all that a run needs to go on, written beside it

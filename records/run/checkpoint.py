@@ -39,6 +39,7 @@ from torch import Tensor
 from kernels.streams import side_stream
 from records.run.log import LogError, disk_errors
 from records.run.settings import UserError, shown
+from records.run.terminal import ending_signals
 from records.run.weights import (
     TensorFiles,
     check_place,
@@ -185,7 +186,7 @@ class Keeper:
         self.stopped, self.pending, self.handlers = False, None, {}
         if not config.checkpoint:
             return
-        self.folder, self.thread = Path(config.checkpoint), ThreadPoolExecutor(1)
+        self.folder, self.thread = log.begun_in / config.checkpoint, ThreadPoolExecutor(1)
         # Made here, on this rank's device: a thread begins with the first one.
         self.stream = side_stream("checkpoints") if self.world.device.type == "cuda" else None
         # One group for the thread, and one for what ranks agree on meanwhile.
@@ -201,7 +202,7 @@ class Keeper:
         if self.config.checkpoint_on_stop:
             def stop(*_) -> None:
                 self.stopped = True
-            self.handlers = {n: signal.signal(n, stop) for n in (signal.SIGTERM, signal.SIGINT)}
+            self.handlers = {n: signal.signal(n, stop) for n in ending_signals()}
         return self
 
     def __exit__(self, kind, *_) -> None:
@@ -237,7 +238,7 @@ class Keeper:
             self.pending = waited, self.thread.submit(self.write, copy, copied)
         if stop:
             raise KeyboardInterrupt(f"stopped by a signal after step {steps_done}; go on with --resume "
-                                    f"{self.folder}")
+                                    f"{self.config.checkpoint}")
 
     def collect(self) -> None:
         """Wait for the checkpoint that is being written, if any, and log it. LogError if it failed."""

@@ -57,7 +57,7 @@ def exit_status(error: BaseException, rank: int, program: str = "train_gpt.py") 
         message += ("; this GPU failed, or waited too long for a rank, which a line above then names "
                     "(CUDA_LAUNCH_BLOCKING=1 shows where)")
     elif isinstance(error, OSError):
-        message, status = system_error(error)
+        message, _ = system_error(error)
     if rank:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(2)

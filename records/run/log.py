@@ -35,18 +35,36 @@ def disk_errors(what: str, part: Path | None = None) -> Iterator[None]:
                        "for logs, --write_log false for none)") from error
 
 
+def place_of(path: Path) -> str:
+    """A path for a person: from the working folder, if that has not been removed."""
+    try:
+        return os.path.relpath(path)
+    except FileNotFoundError:
+        return str(path)
+
+
+def working_folder() -> Path:
+    """The working folder, or what stands for it where it has been removed."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return Path()
+
+
 class RunLog:
     """The log of a run, in a new folder under $RUNS_PATH or `records/runs`. Each line is whole once written.
 
     A log that is not `enabled` (on ranks other than the first) writes nothing. `sources` is the hash of what
-    runs. `first` is the number of steps that were taken before, in the run which this one resumes.
+    runs. `first` is the number of steps that were taken before, in the run which this one resumes. `begun_in`
+    is the working folder, by which places keep their meaning if it is removed during the run.
     """
 
     def __init__(self, name: str, enabled: bool = True):
         self.file, self.path, self.sources, self.first = None, None, None, 0
+        self.begun_in = working_folder()
         if not enabled:
             return
-        runs = Path(os.environ.get("RUNS_PATH", ROOT / "records/runs"))
+        runs = self.begun_in / os.environ.get("RUNS_PATH", ROOT / "records/runs")
         with disk_errors(f"the run's log in {runs}"):
             runs.mkdir(parents=True, exist_ok=True)
             folder = self.make_folder(runs, f"{time.strftime('%Y%m%d-%H%M%S')}-{name}")

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from data.errors import printable
 from data.overlap import fingerprint
-from data.shards import Manifest
+from data.shards import Manifest, ShardError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -80,10 +81,21 @@ def machine_facts(device: torch.device, world_size: int) -> dict[str, object]:
 
 
 def ending_facts(device: torch.device, folder: str) -> dict[str, object]:
-    """Fingerprints of the tokens, changed shards, and the state of the GPUs, as a log's summary has them."""
-    changed = Manifest(Path(folder)).changed()
-    if changed:
-        print(f"WARNING: {', '.join(changed)} in {folder} changed since manifest.json was written",
-              file=sys.stderr)
-    return {"data": {split: fingerprint(folder, split) for split in ("train", "val")},
-            "changed_shards": changed, "gpus": gpu_states(device)}
+    """Fingerprints of the tokens, changed shards, and the state of the GPUs, as a log's summary has them.
+
+    What cannot be read any more is left out: the training is done and shall not be lost. The rules refuse a
+    record of such a run.
+    """
+    facts: dict[str, object] = {"gpus": gpu_states(device)}
+    try:
+        facts["changed_shards"] = changed = Manifest(Path(folder)).changed()
+        if changed:
+            warn(f"{', '.join(changed)} in {folder} changed since manifest.json was written")
+        facts["data"] = {split: fingerprint(folder, split) for split in ("train", "val")}
+    except (ShardError, OSError) as error:
+        warn(f"the log does not say what text this was: {error}")
+    return facts
+
+
+def warn(text: str) -> None:
+    print(printable(f"WARNING: {text}"), file=sys.stderr)

@@ -1,6 +1,5 @@
 """What a run says while it trains: one progress bar, a log line for each step, and the summary."""
 import math
-import os
 from collections import deque
 from typing import NamedTuple
 
@@ -9,9 +8,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from data.errors import printable
 from data.scoring import ScoredText
 from records.run.clock import Clock, Lap
-from records.run.log import RunLog
+from records.run.log import RunLog, place_of
 from records.run.machine import peak_flops
 
 
@@ -43,6 +43,7 @@ class Report:
         self.pending: deque[tuple[StepFacts, Lap]] = deque()
         self.step_ms: list[float] = []
         self.scores: dict[str, float] = {}      # of other texts, after the run
+        self.lines: list[str] = []              # what a person reads behind the run
         self.tokens, self.loss, self.validation_loss = 0, math.nan, math.nan
         self.peak = peak_flops(device)
         self.bar = tqdm(total=steps, unit="step", disable=rank > 0, dynamic_ncols=True, mininterval=0.5)
@@ -94,9 +95,15 @@ class Report:
         self.scores[text.name] = loss
         self.log.write("score", text=text.name, loss=loss, tokens=text.tokens, sha256=text.sha256)
 
+    def say(self) -> None:
+        """Print what a person reads behind the run; rank 0 alone has such lines."""
+        for line in self.lines:
+            print(printable(line))
 
-def summarise(report: Report, log: RunLog, target: float, bits: bool, ending: dict[str, object]) -> None:
-    """Log and print what the run came to. `bits`: a token is a byte, so print bits per byte as well.
+
+def summarise(report: Report, log: RunLog, target: float, bits: bool,
+              ending: dict[str, object]) -> list[str]:
+    """Log what the run came to; returns lines for a person. `bits`: a token is a byte, so bits per byte too.
 
     `ending`: what else the summary says: how long the start took, on what data and devices the run was.
     """
@@ -112,16 +119,15 @@ def summarise(report: Report, log: RunLog, target: float, bits: bool, ending: di
                "paused_s": round(report.clock.paused_s, 3), **ending}
     log.write("summary", **summary)
     if report.rank:
-        return
+        return []
     per_byte = f" = {loss / math.log(2):.3f} bits per byte" if bits else ""
-    print(f"validation loss {loss:.4f} nats a token{per_byte} after {summary['steps']} steps in "
-          f"{seconds:.1f} s (target {target})")
-    print(f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, max "
-          f"{max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
-          f"started in {ending['startup_s']:.1f} s")
+    lines = [f"validation loss {loss:.4f} nats a token{per_byte} after {summary['steps']} steps in "
+             f"{seconds:.1f} s (target {target})",
+             f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, max "
+             f"{max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
+             f"started in {ending['startup_s']:.1f} s"]
     if "ngram_rows_read" in ending:
-        print(f"n-gram rows that were read in training: {ending['ngram_rows_read']:,}")
+        lines.append(f"n-gram rows that were read in training: {ending['ngram_rows_read']:,}")
     if report.scores:
-        print("scored: " + ", ".join(f"{name} {loss:.4f}" for name, loss in report.scores.items()))
-    if log.path:
-        print(f"log {os.path.relpath(log.path)}")
+        lines.append("scored: " + ", ".join(f"{name} {loss:.4f}" for name, loss in report.scores.items()))
+    return lines + ([f"log {place_of(log.path)}"] if log.path else [])

@@ -23,7 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from records.run.log import disk_errors
+from data.errors import printable
+from records.run.log import disk_errors, place_of
 from records.run.settings import UserError, shown
 
 FORMAT, VERSION = "readable-speedrun-model", 1
@@ -156,8 +157,8 @@ def prepare(model, schedule) -> list[str]:
     read = model.ngrams.heads * sum(step.batch_tokens for step in schedule)
     rows = 0 if table is None else min(len(table), read)
     most = dense + rows * (config.head_dim * model.dtype.itemsize + 4)
-    return [f"save: to {place}, at most {most / 1e9:.2f} GB ({rows:,} n-gram rows or fewer), by way of "
-            f"{2 * min(most, FILE_BYTES) / 1e9:.2f} GB of host memory"]
+    return [f"save: to {printable(place)}, at most {most / 1e9:.2f} GB ({rows:,} n-gram rows or fewer), by "
+            f"way of {2 * min(most, FILE_BYTES) / 1e9:.2f} GB of host memory"]
 
 
 def table_parts(model) -> Iterator[tuple[Tensor, Tensor]]:
@@ -172,14 +173,17 @@ def table_parts(model) -> Iterator[tuple[Tensor, Tensor]]:
         yield tuple(map(torch.cat, zip(*waiting)))
 
 
-def save_model(model, report, log) -> None:
-    """Write the folder of a trained model, whose weights are whole and untied. All ranks must call."""
+def save_model(model, report, log) -> list[str]:
+    """Write the folder of a trained model, whose weights are whole and untied. All ranks must call.
+
+    Returns a line for a person, from the first rank.
+    """
     config, table = model.config, model.ngrams.table
     if config.save == LOG and not config.write_log:
-        return
+        return []
     first, part = report.rank == 0, None
     if first:
-        folder = log.path.parent / "model" if config.save == LOG else Path(config.save)
+        folder = log.path.parent / "model" if config.save == LOG else log.begun_in / config.save
         part = folder.with_name(f"{folder.name}.part")
     with disk_errors(f"the model to {folder}" if first else "the model", part):
         if first:
@@ -196,7 +200,7 @@ def save_model(model, report, log) -> None:
                 files.add(f"ngrams.numbers.{i}", numbers)
                 files.add(f"ngrams.rows.{i}", rows)
         if not first:
-            return
+            return []
         files.flush()
         name_files(files)
         dense = sum(p.numel() for p in model.parameters() if p is not table)
@@ -209,11 +213,11 @@ def save_model(model, report, log) -> None:
                  "vocabulary": VOCABULARIES.get(config.vocab_size)}
         scores = "".join(f"| {name}, nats a token | {loss:.4f} |\n" for name, loss in report.scores.items())
         since = f" since step {log.first}, where it went on from a checkpoint" if log.first else ""
-        (part / "README.md").write_text(CARD.format(**facts, scores=scores, since=since), "utf-8")
+        (part / "README.md").write_text(CARD.format(**facts, scores=scores, since=since), "utf-8", "replace")
         write_json(part / "config.json", {"format": FORMAT, "version": VERSION, **facts,
                                           "scores": report.scores, "config": plain(config)})
         publish(part, folder)
-    print(f"model {os.path.relpath(folder)}: {files.size / 1e6:,.1f} MB")
+    return [f"model {place_of(folder)}: {files.size / 1e6:,.1f} MB"]
 
 
 def name_files(files: TensorFiles) -> None:

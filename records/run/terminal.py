@@ -1,0 +1,60 @@
+"""What a run has of its terminal, and outlives: its output, which nobody may read, and the signals to end."""
+import signal
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from data.errors import NO_SPACE, keep_nothing, open_streams
+
+
+class Lasting:
+    """A stream whose reader may go, as in `… | head`, or whose terminal: what is said then goes nowhere.
+
+    Errors with a number in `told` are raised all the same.
+    """
+
+    def __init__(self, stream: TextIO, told: set[int]):
+        self.stream, self.told = stream, told
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self.tried(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self.tried(self.stream.flush)
+
+    def tried(self, action: Callable, *given: str) -> None:
+        try:
+            action(*given)
+        except OSError as error:
+            if error.errno in self.told:
+                raise
+            keep_nothing(self.stream)
+
+
+def ending_signals() -> list[signal.Signals]:
+    """What asks a run to end: SIGHUP comes when the terminal has gone, if `nohup` does not ignore it."""
+    hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * hangup
+
+
+def interrupt(number: int, frame: object) -> None:
+    """KeyboardInterrupt. A shell and the system may both tell of a terminal that goes: once is enough."""
+    if number == signal.SIGHUP:
+        signal.signal(number, signal.SIG_IGN)
+    signal.default_int_handler(number, frame)
+
+
+def outlive_terminal() -> None:
+    """Let this process end in order when it is asked to, and train on when nobody reads what it prints.
+
+    Each line is written at once, so that a full disk below standard output shows before the training.
+    """
+    for number in ending_signals()[1:]:                     # torchrun forwards Ctrl-C as SIGTERM.
+        signal.signal(number, interrupt)
+    open_streams()
+    sys.stdout.reconfigure(line_buffering=True)
+    sys.stdout, sys.stderr = Lasting(sys.stdout, NO_SPACE), Lasting(sys.stderr, set())
