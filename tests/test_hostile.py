@@ -14,7 +14,7 @@ from synthetic import MadeUp, command, commit_sources, made_up_lines, write_run
 from data.errors import DataError, printable
 from data.readers import json_field
 from data.vocabulary import read_ranks
-from records.tools import logs, markdown
+from records.tools import logs, markdown, scaling
 from records.tools.logs import read_log
 from records.tools.record import create, load
 from records.tools.schema import RecordError
@@ -101,6 +101,20 @@ def test_headers_that_would_lead_the_tools_astray(tmp_path, field, value):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(RecordError, match="log.jsonl:1:|settings nested|schema"):
         read_log(tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize("text", ["a;touch PWNED;b=1", "$(touch PWNED)=1", "a b=1", "--lr=1", "lr\n=1", "é=1"])
+def test_names_of_settings_are_no_commands(tmp_path, monkeypatch, capsys, text):
+    monkeypatch.chdir(tmp_path)
+    assert command("--records", tmp_path, "sweep", "--seeds", 1, f"--set={text}", "--", "false") == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert "is no setting's name" in said and not list(tmp_path.iterdir())
+
+
+def test_batches_of_a_measurement_are_no_commands(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert scaling.main(["--ranks", "1", "--batch_tokens", "1;touch PWNED;"]) == 2
+    assert "the command above failed" in capfd.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_a_record_names_no_other_folder(hostile):
