@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import one_line_errors, positive
-from data.shards import open_shard, shards_in
+from data.shards import open_regular, open_shard, shards_in
 
 LENGTHS = (3, 5, 8, 13, 50)
 MARKED = 13             # as in the decontamination of GPT-3 (Brown et al., arXiv 2005.14165, appendix C)
@@ -98,7 +98,7 @@ def marked_tokens(folder: str, count: int) -> np.ndarray | None:
     if not path.exists():
         return None
     try:
-        with np.load(path, allow_pickle=False) as saved:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as saved:
             same = all(str(saved[split]) == fingerprint(folder, split) for split in ("train", "val"))
             marks = np.unpackbits(saved["marks"]).astype(bool)
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
