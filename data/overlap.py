@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import one_line_errors, positive
+from data.errors import one_line_errors, positive, whole
 from data.shards import open_regular, open_shard, shards_in
 
 LENGTHS = (3, 5, 8, 13, 50)
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of token shards")
     parser.add_argument("--tokens", type=positive, default=10_485_760, metavar="N",
                         help="of the validation text (default: %(default)s)")
-    parser.add_argument("--document_start", type=int, default=50256, metavar="ID",
+    parser.add_argument("--document_start", type=whole(0, 65_535), default=50256, metavar="ID",
                         help="the token that begins a document (default: %(default)s)")
     with one_line_errors(parser, "folder") as options:
         training = shards_in(str(options.folder), "train")

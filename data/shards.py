@@ -25,6 +25,7 @@ from data.errors import DataError
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS
+MOST_TOKENS = 2 ** 31 - 1     # that a header can tell
 MOST_BYTES = 10_000_000     # of a file that is read whole
 
 
