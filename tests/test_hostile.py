@@ -161,8 +161,9 @@ def test_pipes_devices_and_terabytes_are_refused_at_once(hostile, capsys, make):
     make(folder / "README.md")
     assert command("--records", hostile / "records", "report") == 0
     assert "README.md: not refreshed" in capsys.readouterr().out
-    for name, read in {"record.json": lambda _: load(folder), "log.jsonl": read_log, "train_0.bin": open_shard,
-                       "manifest.json": lambda path: Manifest(path.parent), "ranks": read_ranks}.items():
+    readers = {"record.json": lambda _: load(folder), "log.jsonl": read_log, "train_0.bin": open_shard,
+               "manifest.json": lambda path: Manifest(path.parent), "ranks": read_ranks}
+    for name, read in readers.items():
         (folder / name).unlink(missing_ok=True)
         make(folder / name)
         said = "no regular file|longer than|not a token shard|more than a vocabulary has"
