@@ -2,9 +2,10 @@
 import argparse
 import contextlib
 import errno
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -78,9 +79,15 @@ def system_error(error: OSError, place: Path | str | None = None) -> tuple[str, 
     return f"{f'{where}: ' if where else ''}{error.strerror or error}{advice}", 2
 
 
-def positive(text: str) -> int:
-    """The type of a command-line option that counts: 1 or more; 100_000 and 100,000 are 100000."""
-    value = int(text.replace(",", ""))
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return value
+def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
+    """The type of a command-line option that is a whole number; 100_000 and 100,000 are 100000."""
+    def number(text: str) -> int:
+        value = int(text.replace(",", ""))
+        if not least <= value <= most:
+            bounds = f"at least {least}" + f" and at most {most:,}" * (most < math.inf)
+            raise argparse.ArgumentTypeError(f"{text}: must be {bounds}")
+        return value
+    return number
+
+
+positive = whole(1)

@@ -25,15 +25,17 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from threading import Event
 from typing import NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from data.errors import NO_SPACE, DataError, one_line_errors, positive, printable
+from data.errors import NO_SPACE, DataError, one_line_errors, printable, whole
 from data.shards import Manifest, ShardError, document_starts, incoming, open_shard, sha256_of
 
 DATASET = "kjj0/fineweb10B-gpt2"
 FOLDER = Path(__file__).parent / "shards" / "fineweb"
 VOCAB_SIZE, BOS = 50257, 50256
+ALL_SHARDS = 103  # for training
 TRIES = 4  # of each request
 FIRST_WAIT_S, LONGEST_WAIT_S = 1, 60  # between them: 1, 2 and 4 seconds, or as long as the hub asks for
 
@@ -100,9 +102,14 @@ class Hub:
     def __init__(self, staging: Path, retry_command: str) -> None:
         try:
             import huggingface_hub
+            huggingface_hub.logging.set_verbosity_error()  # it warns of each retry; so do we, in one line
+            place = urlsplit(huggingface_hub.constants.ENDPOINT)
         except ImportError:
             raise DataError("huggingface_hub is not installed: pip install -r requirements.txt")
-        huggingface_hub.logging.set_verbosity_error()  # it warns of each retry; so do we, in one line
+        except ValueError as error:     # It reads its variables as it is imported.
+            raise DataError(f"huggingface_hub: {error}; mend or unset the variables HF_…") from None
+        if place.scheme not in ("http", "https") or not place.hostname:
+            raise DataError(f"HF_ENDPOINT={place.geturl()} is no address like https://huggingface.co")
         self.client, self.staging, self.retry_command = huggingface_hub, staging, retry_command
         self.stop = Event()
 
@@ -233,12 +240,12 @@ def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m data.fineweb", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shards", type=positive, default=SPEEDRUN_SHARDS, metavar="N",
+    parser.add_argument("--shards", type=whole(1, ALL_SHARDS), default=SPEEDRUN_SHARDS, metavar="N",
                         help=f"training shards of 100 M tokens (default: {SPEEDRUN_SHARDS}, what the "
                              "speedrun takes)")
     parser.add_argument("--out", type=Path, default=FOLDER, metavar="DIR",
                         help="default: data/shards/fineweb")
-    parser.add_argument("--jobs", type=positive, default=4, metavar="N",
+    parser.add_argument("--jobs", type=whole(1, 64), default=4, metavar="N",
                         help="shards fetched at the same time (default: 4)")
     with one_line_errors(parser) as arguments:
         manifest = fetch(arguments.out, arguments.shards, arguments.jobs)

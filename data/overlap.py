@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import one_line_errors, positive, printable
-from data.shards import open_shard, shards_in
+from data.errors import one_line_errors, positive, printable, whole
+from data.shards import open_regular, open_shard, shards_in
 
 LENGTHS = (3, 5, 8, 13, 50)
 MARKED = 13             # as in the decontamination of GPT-3 (Brown et al., arXiv 2005.14165, appendix C)
@@ -98,7 +98,7 @@ def marked_tokens(folder: str, count: int) -> np.ndarray | None:
     if not path.exists():
         return None
     try:
-        with np.load(path, allow_pickle=False) as saved:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as saved:
             same = all(str(saved[split]) == fingerprint(folder, split) for split in ("train", "val"))
             marks = np.unpackbits(saved["marks"]).astype(bool)
     except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of token shards")
     parser.add_argument("--tokens", type=positive, default=10_485_760, metavar="N",
                         help="of the validation text (default: %(default)s)")
-    parser.add_argument("--document_start", type=int, default=50256, metavar="ID",
+    parser.add_argument("--document_start", type=whole(0, 65_535), default=50256, metavar="ID",
                         help="the token that begins a document (default: %(default)s)")
     with one_line_errors(parser, "folder") as options:
         training = shards_in(str(options.folder), "train")

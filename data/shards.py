@@ -5,17 +5,19 @@ uint16. Each document begins with the vocabulary's last token (GPT-2: 50256, `<|
 This is the format of the public pre-tokenised FineWeb shards.
 """
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 import numpy as np
 
@@ -23,10 +25,30 @@ from data.errors import DataError
 
 MAGIC, VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS
+MOST_TOKENS = 2 ** 31 - 1     # that a header can tell
+MOST_BYTES = 10_000_000     # of a file that is read whole
 
 
 class ShardError(DataError):
     """A shard that cannot be used. The message says which, what was found and what to do."""
+
+
+def open_regular(path: Path, mode: str = "rb", **how: str) -> IO:
+    """As `open`, but an OSError for what is no regular file: a pipe may never answer, a device never end."""
+    file = open(path, mode, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK), **how)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return file
+
+
+def read_regular(path: Path, most: int = MOST_BYTES, mode: str = "rb", **how: str) -> bytes | str:
+    """All of a regular file. OSError if it is none, or longer than `most`."""
+    with open_regular(path, mode, **how) as file:
+        contents = file.read(most + 1)
+    if len(contents) > most:
+        raise OSError(errno.EINVAL, f"longer than {most:,} bytes", str(path))
+    return contents
 
 
 @contextlib.contextmanager
@@ -73,8 +95,9 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
     """
     path = Path(path)
     try:
-        size = path.stat().st_size
-        header = np.fromfile(path, dtype="<i4", count=HEADER_INTS)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            header = np.fromfile(file, dtype="<i4", count=HEADER_INTS)
     except OSError as error:
         raise ShardError(f"{path}: cannot be read ({error.strerror}); mend or remove it") from None
     if len(header) < HEADER_INTS or header[0] != MAGIC:
@@ -135,12 +158,14 @@ class Manifest:
         """DataError if there is one that cannot be read."""
         self.folder, self.path = folder, folder / "manifest.json"
         try:
-            known = json.loads(self.path.read_bytes()) if self.path.exists() else {"shards": {}}
+            known = json.loads(read_regular(self.path)) if self.path.exists() else {"shards": {}}
             self.shards: dict[str, dict] = known["shards"]
             for name, facts in self.shards.items():
                 plain = re.fullmatch(r"[\w.-]{1,200}", name)       # no path
                 if not (plain and type(facts["tokens"]) is int and type(facts["sha256"]) is str):
                     raise TypeError
+        except OSError as error:
+            raise ShardError(f"{self.path}: cannot be read ({error.strerror}); mend or remove it") from None
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ShardError(f"{self.path} is damaged; remove it and run again: the shards are then checked "
                              "without it") from None

@@ -31,9 +31,9 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.errors import DataError, one_line_errors, positive
+from data.errors import DataError, one_line_errors, positive, whole
 from data.readers import SEPARATORS, Documents
-from data.shards import incoming, publish, write_shard
+from data.shards import MOST_TOKENS, incoming, publish, write_shard
 from data.vocabulary import load_vocabulary
 
 SHARD_TOKENS = 100_000_000  # as the public FineWeb shards: 200 MB
@@ -181,7 +181,7 @@ def make_parser() -> argparse.ArgumentParser:
            help="put U+FFFD where the input is not UTF-8 (default: stop there)")
     option("--validation", type=share_of_one, default=0.01, metavar="SHARE",
            help="share held out (default: 0.01)")
-    option("--shard-tokens", type=positive, default=SHARD_TOKENS, metavar="N",
+    option("--shard-tokens", type=whole(1, MOST_TOKENS), default=SHARD_TOKENS, metavar="N",
            help=f"default: {SHARD_TOKENS:,}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     option("--workers", type=positive, default=cores, metavar="N",

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError
+from data.shards import read_regular
 
 MAX_SIZE, MAX_BYTES = 65536, 1 << 26  # tokens, and bytes of their file
 FETCH_SECONDS = 60  # for the 1.5 MB of GPT-2's vocabulary
@@ -96,7 +97,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     if path.stat().st_size > MAX_BYTES:
         raise DataError(f"{path}: {path.stat().st_size:,} bytes, more than a vocabulary has; "
                         "--vocabulary takes a file like gpt2.tiktoken")
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_regular(path, MAX_BYTES).splitlines(), 1):
         try:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)

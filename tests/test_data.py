@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data import fineweb as fineweb_tool
-from data import peek, readers, text, vocabulary
+from data import overlap, peek, readers, text, vocabulary
 from data.errors import DataError
 from data.readers import Documents
 from data.shards import (
@@ -184,6 +184,30 @@ def test_fineweb_tries_again(hub, tmp_path):
     assert re.search(said, done.stderr)
     assert hub.fetched() == [TRAIN1, TRAIN2, TRAIN2, VAL]
     assert_whole(hub, tmp_path / "fineweb")
+
+
+@pytest.mark.parametrize("variables, words", [
+    ({"HF_ENDPOINT": "http://[::1"}, "Invalid IPv6 URL; mend or unset the variables HF_"),
+    ({"HF_ENDPOINT": "garbage"}, "HF_ENDPOINT=garbage is no address"),
+    ({"HF_HUB_DOWNLOAD_TIMEOUT": "abc"}, "'abc'; mend or unset the variables HF_"),
+], ids=str)
+def test_fineweb_with_variables_that_are_wrong(tmp_path, variables, words):
+    done = run("data.fineweb", "--shards", 1, "--out", tmp_path / "shards", **variables)
+    refused(done, words)
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("tool, option, value, words", [
+    (fineweb_tool, "--shards", 99999999999, "must be at least 1 and at most 103"),
+    (fineweb_tool, "--jobs", 99999999999, "must be at least 1 and at most 64"),
+    (text, "--shard-tokens", 99999999999999, "must be at least 1 and at most 2,147,483,647"),
+    (overlap, "--document_start", 10 ** 30, "must be at least 0 and at most 65,535"),
+])
+def test_numbers_beyond_all_measure_are_refused(monkeypatch, capsys, tool, option, value, words):
+    monkeypatch.setattr(sys, "argv", [tool.__name__, option, str(value)])
+    with pytest.raises(SystemExit) as end:
+        tool.main()
+    assert end.value.code == 2 and capsys.readouterr().err.endswith(f"argument {option}: {value}: {words}\n")
 
 
 def test_fineweb_never_shows_a_shard_that_stays_bad(hub, tmp_path):

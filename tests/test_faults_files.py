@@ -6,13 +6,14 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from conftest import write_documents
 from hub_server import HubServer
-from huggingface_hub import constants
+from huggingface_hub import close_session, constants
 from synthetic import command as records
 from synthetic import commit_sources, write_run
 from test_data import TRAIN1, TRAIN2, VAL, gpt2_shard, refused_here
@@ -253,12 +254,27 @@ def test_a_commit_that_is_a_path_is_refused(hub, tmp_path, commit):
     assert not list(tmp_path.rglob("*.bin")) and not (tmp_path / "evil").exists()
 
 
-def test_no_name_server_no_server_and_a_dead_proxy(tmp_path, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    for url in ("http://no-such-host.invalid", f"http://127.0.0.1:{port}"):
-        point_at(url, tmp_path, monkeypatch)
-        monkeypatch.setattr(fineweb, "TRIES", 2)
-        with pytest.raises(DataError, match="cannot be had from .*If there is no network here"):
-            fineweb.fetch(tmp_path / "shards", 1, 1)
-    assert not find_shards(tmp_path / "shards", "train")
+@pytest.fixture
+def closed() -> Iterator[str]:
+    """An address where nobody answers. The client reads the proxy's when its connections begin."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    close_session()
+    yield f"http://127.0.0.1:{port}"
+    close_session()
+
+
+@pytest.mark.parametrize("where", ["no name server", "no server", "a dead proxy"])
+def test_no_name_server_no_server_and_a_dead_proxy(hub, closed, tmp_path, monkeypatch, where):
+    """The hub itself is there: past the proxy the shards would come."""
+    url = {"no name server": "http://no-such-host.invalid", "no server": closed}.get(where, hub.url)
+    point_at(url, tmp_path, monkeypatch)
+    monkeypatch.setattr(fineweb, "TRIES", 2)
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.lower(), raising=False)
+        if where == "a dead proxy" and name.startswith("HTTP"):
+            monkeypatch.setenv(name, closed)
+    with pytest.raises(DataError, match="cannot be had from .*If there is no network here"):
+        fineweb.fetch(tmp_path / "shards", 1, 1)
+    assert not find_shards(tmp_path / "shards", "train") and not hub.requests

@@ -1,6 +1,7 @@
 """What strangers send: nothing executes, leaves its folder, steers a terminal, or grows without bound."""
 import gzip
 import json
+import os
 import random
 import re
 import time
@@ -11,10 +12,12 @@ from conftest import ROOT
 from fuzz import EVIL, KINDS, fuzz
 from synthetic import MadeUp, command, commit_sources, made_up_lines, write_run
 
+from data import overlap
 from data.errors import DataError, printable
 from data.readers import json_field
+from data.shards import Manifest, open_shard
 from data.vocabulary import read_ranks
-from records.tools import logs, markdown
+from records.tools import logs, markdown, scaling
 from records.tools.logs import read_log
 from records.tools.record import create, load
 from records.tools.schema import RecordError
@@ -103,6 +106,20 @@ def test_headers_that_would_lead_the_tools_astray(tmp_path, field, value):
         read_log(tmp_path / "log.jsonl")
 
 
+@pytest.mark.parametrize("text", ["a;touch PWNED;b=1", "$(touch PWNED)=1", "a b=1", "--a=1", "a\n=1", "é=1"])
+def test_names_of_settings_are_no_commands(tmp_path, monkeypatch, capsys, text):
+    monkeypatch.chdir(tmp_path)
+    assert command("--records", tmp_path, "sweep", "--seeds", 1, f"--set={text}", "--", "false") == 2
+    [said] = capsys.readouterr().err.splitlines()
+    assert "is no setting's name" in said and not list(tmp_path.iterdir())
+
+
+def test_batches_of_a_measurement_are_no_commands(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    assert scaling.main(["--ranks", "1", "--batch_tokens", "1;touch PWNED;"]) == 2
+    assert "the command above failed" in capfd.readouterr().err and not list(tmp_path.iterdir())
+
+
 def test_a_record_names_no_other_folder(hostile):
     [folder] = (hostile / "records").glob("2026-*_evil")
     data = json.loads((folder / "record.json").read_text())
@@ -132,6 +149,28 @@ def test_nothing_grows_without_bound(tmp_path, monkeypatch):
     monkeypatch.setattr("data.vocabulary.MAX_BYTES", -1)
     with pytest.raises(DataError, match="more than a vocabulary has"):
         read_ranks(tmp_path / "vocabulary")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"),
+                                  lambda path: path.touch() or os.truncate(path, 1 << 40)],
+                         ids=["a pipe", "a device", "a terabyte"])
+def test_pipes_devices_and_terabytes_are_refused_at_once(hostile, capsys, make):
+    """A pipe never answers, a device never ends, and a file of holes takes no room on the disk."""
+    [folder] = (hostile / "records").glob("2026-*_evil")
+    (folder / "README.md").unlink()
+    make(folder / "README.md")
+    assert command("--records", hostile / "records", "report") == 0
+    assert "README.md: not refreshed" in capsys.readouterr().out
+    readers = {"record.json": lambda _: load(folder), "log.jsonl": read_log, "train_0.bin": open_shard,
+               "manifest.json": lambda path: Manifest(path.parent), "ranks": read_ranks}
+    for name, read in readers.items():
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+        said = "no regular file|longer than|not a token shard|more than a vocabulary has"
+        with pytest.raises((RecordError, DataError, OSError), match=said):
+            read(folder / name)
+    make(folder / overlap.FILE)
+    assert overlap.marked_tokens(str(folder), 10) is None and "is damaged" in capsys.readouterr().err
 
 
 def test_no_foreign_log_takes_long_to_search(tmp_path):

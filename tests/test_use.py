@@ -22,6 +22,7 @@ from records.run import settings, weights
 from records.run.settings import UserError
 from use import export, score
 from use import model as use_model
+from use import sample as use_sample
 from use.cache import Reader
 from use.model import PLAIN
 from use.sample import choose, sample
@@ -260,6 +261,33 @@ def test_a_bad_model_is_refused_in_one_line(tmp_path, config, name, edit, parts)
     assert "\n" not in message and all(re.search(part, message) for part in parts), message
 
 
+@pytest.mark.parametrize("tool, option, value, said", [
+    (use_sample, "--temperature", "nan", "--temperature nan: it is 0, or at least 0.001"),
+    (use_sample, "--temperature", "1e-320", "it is 0, or at least 0.001"),
+    (use_sample, "--seed", "9" * 23, "at least 0 and at most 9,223,372,036,854,775,807"),
+    (use_sample, "--samples", "99999999999", "at least 1 and at most 4,096"),
+    (use_sample, "--tokens", "99999999999", "at least 1 and at most 1,000,000"),
+    (use_sample, "--top-k", "9" * 23, "at least 0 and at most 65,536"),
+    (score, "--tokens", "-5", "must be at least 1"),
+])
+def test_numbers_that_make_no_sense_are_refused(trained, monkeypatch, capsys, tool, option, value, said):
+    monkeypatch.setattr(sys, "argv", ["tool", str(trained[0]), f"{option}={value}"])
+    with pytest.raises(SystemExit) as end:
+        tool.main()
+    assert end.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [["--temperature", "0.001", "--tokens", "1000000", "--seed", 2 ** 63 - 1],
+                                   ["--tokens", "2", "--samples", "4096", "--top-k", "65536"]], ids=str)
+def test_the_largest_numbers_that_are_taken(trained, monkeypatch, capsys, words):
+    ends = iter(range(3))
+    monkeypatch.setattr(use_sample, "choose", lambda logits, *how: (
+        choose(logits, *how) if next(ends, None) is not None else torch.full([len(logits)], 256)))
+    monkeypatch.setattr(sys, "argv", ["tool", str(trained[0]), *map(str, words)])
+    use_sample.main()
+    assert "a second, on cpu" in capsys.readouterr().err
+
+
 def test_a_sample_from_outside(trained):
     words = ["./run.sh", "sample", "--prompt", "ab", "--tokens", "5", "--samples", "2"]
     result = process(*words, RUNS_PATH=str(trained[0].parent.parent))
@@ -346,6 +374,8 @@ def test_score_as_a_command(trained, shards, tmp_path, monkeypatch, capsys):
     nats, bits = map(float, re.search(told, said).groups())
     assert bits == pytest.approx(nats / math.log(2), abs=1e-3) and "(3 questions)" in said
     (tmp_path / "a.py").write_text("some text\n" * 30)
+    (tmp_path / "a\x1b[2J.txt").write_text("some text")
+    assert "a\\x1b[2J.txt: " in run(trained[0], tmp_path / "a\x1b[2J.txt")[0]
     other, _ = run(trained[0], tmp_path / "a.py", "--format", "text")
     assert other.replace("a.py", "a.txt").splitlines() == said.splitlines()[:1]
     assert " by the public rule, " in run(trained[0], "--shards", shards, "--public_rule")[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.errors import DataError
+from data.errors import DataError, positive, printable, whole
 from kernels.loss.cross_entropy import SOFTCAP
 from kernels.ngrams import HASH
 from records.run.weights import TensorFiles, name_files, publish, write_json
@@ -146,8 +146,9 @@ def main() -> None:
     option("--out", type=Path, required=True, metavar="OTHER", help="a new folder")
     option("--most", type=float, default=2.0, metavar="GB", help="of the n-gram table (default: %(default)s)")
     option("--shards", type=Path, metavar="DIR", help="token shards, to measure the loss without the table")
-    option("--tokens", type=int, metavar="N", help="of their validation text (default: as in training)")
-    option("--positions", type=int, metavar="N", help="tokens that the model takes (default: as in training)")
+    option("--tokens", type=positive, metavar="N", help="of their validation text (default: as in training)")
+    option("--positions", type=whole(1, 1_000_000), metavar="N",
+           help="tokens that the model takes (default: as in training)")
     with one_line(parser) as options:
         if options.out.exists():
             raise DataError(f"{options.out}: exists; choose another --out or remove it")
@@ -160,7 +161,7 @@ def main() -> None:
         if options.shards is None and size and not with_table:
             print("python -m use.export: the n-gram table is left out; --shards DIR measures what that costs")
         table = export(saved, options.out, with_table, options.shards, options.tokens or config.val_tokens)
-        print(f"{options.out}: {table}")
+        print(printable(f"{options.out}: {table}"))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ gives the same text on the same kind of device.
 """
 import argparse
 import codecs
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -18,9 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.errors import DataError, positive, printable
+from data.errors import DataError, printable, whole
 from use.cache import Reader
 from use.model import PLAIN, Saved, choose_device, latest_model, load, one_line, vocabulary_of
+
+# What a model makes rotary tables for, and keeps keys and values of.
+MOST_TOKENS, MOST_SAMPLES = 1_000_000, 4096
+COLDEST = 0.001     # Below, the quotients of logits leave what float32 holds.
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float,
@@ -69,19 +74,23 @@ def arguments() -> argparse.ArgumentParser:
     option = parser.add_argument
     option("folder", nargs="?", type=Path, metavar="FOLDER", help="of --save (default: the newest run's)")
     option("--prompt", default="", help="what the text begins with (default: nothing)")
-    option("--tokens", type=positive, default=256, metavar="N", help="at most (default: %(default)s)")
-    option("--samples", type=positive, default=1, metavar="N", help="default: %(default)s")
+    option("--tokens", type=whole(1, MOST_TOKENS), default=256, metavar="N",
+           help="at most (default: %(default)s)")
+    option("--samples", type=whole(1, MOST_SAMPLES), default=1, metavar="N", help="default: %(default)s")
     option("--temperature", type=float, default=0.8, help="default: %(default)s; 0: always the likeliest")
-    option("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: all)")
+    option("--top-k", type=whole(0, 65_536), default=0, metavar="K",
+           help="only the K likeliest tokens (default: all)")
     option("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest, P in all (default: 1)")
-    option("--seed", type=int, default=0, help="default: %(default)s")
+    option("--seed", type=whole(0, 2 ** 63 - 1), default=0, help="default: %(default)s")
     return parser
 
 
 def main() -> None:
     with one_line(arguments()) as options:
-        if options.temperature < 0 or options.top_k < 0 or not 0 < options.top_p <= 1:
-            raise DataError("--temperature and --top-k are at least 0, --top-p is above 0 and at most 1")
+        if not (options.temperature == 0 or COLDEST <= options.temperature < math.inf):
+            raise DataError(f"--temperature {options.temperature}: it is 0, or at least {COLDEST}")
+        if not 0 < options.top_p <= 1:
+            raise DataError(f"--top-p {options.top_p}: it is above 0 and at most 1")
         show = printable if sys.stdout.isatty() else str        # No sample steers the terminal.
         folder = options.folder or latest_model()
         # A document begins with its start token, which `encode` puts there.
@@ -102,8 +111,8 @@ def main() -> None:
             other = vocabulary.decode(others.numpy()).decode(errors="replace")
             print(f"{'-' * 80}\n{text}{show(other)}")
         seconds, count = time.perf_counter() - began, len(told) * options.samples
-        print(f"{folder}: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} a second, on "
-              f"{saved.model.device}", file=sys.stderr)
+        print(printable(f"{folder}: {count} tokens in {seconds:.2f} s, {count / seconds:,.0f} a second, on "
+                        f"{saved.model.device}"), file=sys.stderr)
 
 
 if __name__ == "__main__":

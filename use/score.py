@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.errors import DataError
+from data.errors import DataError, positive, printable
 from data.loader import Batch, TextSettings, make_batch, to_device
 from data.readers import Documents
 from data.scoring import scored_text, validation_stream
@@ -178,7 +178,7 @@ def arguments() -> argparse.ArgumentParser:
     option("--format", choices=["text", "jsonl", "parquet"], help="of every FILE (default: by its name)")
     option("--field", default="text", help="field or column with the text in .jsonl and .parquet")
     option("--shards", type=Path, metavar="DIR", help="token shards, whose validation text is scored")
-    option("--tokens", type=int, metavar="N", help="of that text (default: as many as training scored)")
+    option("--tokens", type=positive, metavar="N", help="of that text (default: as many as training scored)")
     option("--public_rule", action="store_true",
            help=f"also in chunks of {PUBLIC_CHUNK:,} tokens and without FP8; takes that much more memory")
     option("--choices", "--hellaswag", type=Path, action="append", default=[], metavar="FILE",
@@ -207,21 +207,22 @@ def main() -> None:
         if options.shards:
             tokens = options.tokens or saved.model.config.val_tokens
             loss = score_shards(saved, options.shards, tokens)
-            print(f"{options.shards}: {loss!r} nats a token ({tokens:,} tokens)")
+            print(printable(f"{options.shards}: {loss!r} nats a token ({tokens:,} tokens)"))
             if options.public_rule:
                 wide = load(options.folder, saved.model.device, val_chunk=PUBLIC_CHUNK, fp8=())
                 public = score_publicly(wide, options.shards, tokens)
-                print(f"{options.shards}: {public!r} by the public rule, {public - loss:+.5f}")
+                print(printable(f"{options.shards}: {public!r} by the public rule, {public - loss:+.5f}"))
         if options.files or options.choices:
             vocabulary = vocabulary_of(saved.facts, options.vocabulary)
         for name in options.files:
-            print(score_file(saved, vocabulary, name, kind=options.format, field=options.field), flush=True)
+            told = score_file(saved, vocabulary, name, kind=options.format, field=options.field)
+            print(printable(told), flush=True)
         for path in options.choices:
             count, right, normalised = score_questions(saved, read_questions(path), vocabulary.encode)
             if not count:
                 raise DataError(f"{path}: holds no questions")
-            print(f"{path}: accuracy {right / count:.4f}, normalised {normalised / count:.4f} "
-                  f"({count:,} questions)", flush=True)
+            told = f"{path}: accuracy {right / count:.4f}, normalised {normalised / count:.4f}"
+            print(printable(f"{told} ({count:,} questions)"), flush=True)
 
 
 if __name__ == "__main__":

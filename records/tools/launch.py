@@ -32,11 +32,15 @@ def launch(command: str, runs: Path) -> Run:
 
 
 def with_settings(command: str, settings: dict[str, str]) -> str:
-    """`command` with `--name value` for each setting; RecordError if it sets one of them already."""
+    """`command` with `--name value` for each setting; RecordError if it sets one of them already, or if one
+    has a name that no setting has: a shell reads the command.
+    """
     for name in settings:
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise RecordError(f"{name!r} is no setting's name: letters, digits and '_' only")
         if re.search(rf"(^|\s)--{re.escape(name)}(\s|=|$)", command):
             raise RecordError(f"`{command}` sets --{name}, which changes from run to run here: leave it out")
-    return " ".join([command, *(f"--{name} {shlex.quote(value)}" for name, value in settings.items())])
+    return " ".join([command, *(shlex.join([f"--{name}", value]) for name, value in settings.items())])
 
 
 def alternate(commands: tuple[str, str], count: int, runs: Path, first_seed: int = 0) -> dict:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.shards import open_regular
 from records.tools.foreign import parse_foreign
 from records.tools.schema import (
     LATER,
@@ -78,8 +79,8 @@ def read_log(path: Path) -> Run:
 def read_bytes(path: Path) -> bytes:
     """The contents of a log, unpacked if it is gzipped. RecordError if they are too long for a log."""
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            contents = file.read(MOST_BYTES + 1)
+        with open_regular(path) as file:
+            contents = (gzip.open(file) if path.suffix == ".gz" else file).read(MOST_BYTES + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RecordError(f"{path}: cannot be unpacked ({error}): the file is damaged; `git checkout` brings "
                           "it back") from None

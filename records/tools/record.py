@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from data.shards import whole_file
+from data.shards import read_regular, whole_file
 from records.run.sources import hash_sources
 from records.tools import markdown
 from records.tools.classes import table_class, table_parameters
@@ -61,9 +61,11 @@ class Record:
 
     @property
     def readme(self) -> str:
-        """The text of its README.md, "" where there is none."""
-        path = self.folder / "README.md"
-        return path.read_text("utf-8", "replace") if path.exists() else ""
+        """The text of its README.md, "" where there is none that can be read."""
+        try:
+            return read_regular(self.folder / "README.md", mode="r", encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
 
     def sources(self) -> dict[str, bytes]:
         """What its runs ran, path -> contents.
@@ -90,10 +92,12 @@ def load(folder: Path) -> Record:
         raise RecordError(f"{folder}: a record's name has only letters, digits, '-', '_' and '.'")
     path = folder / "record.json"
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path))
     except FileNotFoundError:
         raise RecordError(f"{folder}: no record.json; `python -m records new` makes a record of finished "
                           "runs") from None
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("schema") not in (2, RECORD_SCHEMA):

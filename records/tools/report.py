@@ -9,6 +9,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
+from data.shards import read_regular
 from records.tools import markdown
 from records.tools.classes import table_class
 from records.tools.compare import compare, difference_text
@@ -74,9 +75,12 @@ def write(root: Path) -> tuple[Path, list[str]]:
 
 def refresh(path: Path, name: str, content: str, notes: list[str]) -> None:
     try:
-        write_text(path, markdown.replace_between(path.read_text("utf-8"), name, content))
-    except (FileNotFoundError, RecordError) as error:
+        old = read_regular(path, mode="r", encoding="utf-8")
+        new = markdown.replace_between(old, name, content)
+    except (OSError, ValueError) as error:
         notes.append(f"{path}: not refreshed: {error}")
+    else:
+        write_text(path, new)
 
 
 def html_page(records: list[Record]) -> str:

@@ -42,12 +42,12 @@ def ways(ranks: list[int]) -> Iterator[tuple[int, str]]:
 
 def measure(counts: list[int], batches: str, settings: list[str]) -> list[dict]:
     """A row for each batch, number of ranks and kind of collectives. RecordError where a run fails."""
-    rows = []
+    rows, settings = [], shlex.join([*settings, "--batch_tokens", batches])
     for count, way in ways(counts):
         stages = batches.count(",") + 1
-        flags = f"--batch_tokens {batches} --steps {stages * (WARM + TIMED)} {QUIET} --name scaling"
+        flags = f"--steps {stages * (WARM + TIMED)} {QUIET} --name scaling"
         ranks = f"-m torch.distributed.run --standalone --nproc_per_node={count}"
-        command = (f"{shlex.quote(sys.executable)} {ranks} train_gpt.py {shlex.join(settings)} {flags} "
+        command = (f"{shlex.quote(sys.executable)} {ranks} train_gpt.py {settings} {flags} "
                    f"--peer_copies {str(way != 'nccl').lower()}")
         with tempfile.TemporaryDirectory() as folder:
             run = launch(f"RUNS_PATH={shlex.quote(folder)} {command}", Path(folder))
