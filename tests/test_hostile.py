@@ -162,12 +162,13 @@ def test_pipes_devices_and_terabytes_are_refused_at_once(hostile, capsys, make):
     assert command("--records", hostile / "records", "report") == 0
     assert "README.md: not refreshed" in capsys.readouterr().out
     readers = {"record.json": lambda _: load(folder), "log.jsonl": read_log, "train_0.bin": open_shard,
+               "config.json": lambda path: read_model(path.parent), "model.safetensors": read_tensors,
                "manifest.json": lambda path: Manifest(path.parent), "ranks": read_ranks}
     for name, read in readers.items():
         (folder / name).unlink(missing_ok=True)
         make(folder / name)
-        said = "no regular file|longer than|not a token shard|more than a vocabulary has"
-        with pytest.raises((RecordError, DataError, OSError), match=said):
+        said = "no regular file|longer than|not a token shard|more than a vocabulary has|truncated or"
+        with pytest.raises((RecordError, DataError, UserError, OSError), match=said):
             read(folder / name)
     make(folder / overlap.FILE)
     assert overlap.marked_tokens(str(folder), 10) is None and "is damaged" in capsys.readouterr().err

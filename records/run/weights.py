@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from data.errors import printable
+from data.shards import open_regular, read_regular
 from records.run.log import disk_errors, place_of
 from records.run.settings import UserError, shown
 
 FORMAT, VERSION = "readable-speedrun-model", 1
 LOG = "log"                             # `--save log`: into the folder of the run's log
 FILE_BYTES = 2_000_000_000              # of a file at most, and so of host memory; hubs ask for at most 5 GB
-MOST_BYTES = 10_000_000                 # of a JSON file
 VOCABULARIES = {257: "bytes", 50257: "gpt2"}        # by size; other ones come from a file
 CARD = """\
 ---
@@ -249,9 +249,7 @@ def fitting(folder: Path) -> Iterator[None]:
 def read_json(path: Path, form: str, version: int) -> dict:
     """The JSON object in a file, of this `form` and of a version that is known; UserError if it is not."""
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise UserError(f"{path}: longer than {MOST_BYTES:,} bytes, as no {form} has it")
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
         raise UserError(f"{path}: {reason}; this is no folder of a {form}") from None
@@ -266,6 +264,7 @@ def read_json(path: Path, form: str, version: int) -> dict:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, mapped into memory; UserError if it is damaged."""
     try:
+        open_regular(path).close()      # A pipe would be waited for.
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: truncated or damaged ({shown(error)}); fetch or save it again") from None
@@ -278,7 +277,7 @@ def read_model(folder: Path) -> tuple[dict, dict[str, Tensor]]:
     if not index.exists():
         return facts, read_tensors(folder / "model.safetensors")
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(read_regular(index))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UserError(f"{index}: damaged; fetch or save the model again") from None
     return facts, {name: x for file in names for name, x in read_tensors(folder / Path(file).name).items()}
