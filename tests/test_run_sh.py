@@ -95,3 +95,23 @@ def test_caches_are_packed_by_one_process_without_data(machine):
     asked, errors = machine("caches", "pack", "kernels.tar.gz", capabilities="9.0 9.0")
     assert asked.splitlines()[-1] == "-m records.tools.caches pack kernels.tar.gz"
     assert "nproc_per_node" not in asked and "fineweb" not in asked + errors
+
+
+@pytest.mark.parametrize("ends, said", [
+    ("sys.exit('train_gpt.py: no')", "train_gpt.py: no"),
+    ("os.kill(os.getpid(), signal.SIGTERM)", "run.sh: rank 1 was ended by SIGTERM"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "run.sh: rank 1 was ended by SIGKILL"),
+], ids=["message", "SIGTERM", "SIGKILL"])
+def test_only_the_rank_that_ended_the_run_is_named(tmp_path, ends, said):
+    """Rank 1 ends; the launcher then ends rank 0."""
+    shutil.copy(ROOT / "run.sh", tmp_path)
+    (tmp_path / "train_gpt.py").write_text("import os, signal, sys, time\n"
+                                           f"if os.environ['RANK'] == '1': {ends}\ntime.sleep(60)\n")
+    done = process(str(tmp_path / "run.sh"), "--preset", "cpu", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, said + "\n")
+
+
+def test_a_setting_that_all_ranks_refuse_takes_one_line():
+    done = process("./run.sh", "--preset", "cpu", "--width", "0")
+    assert done.returncode == 2 and done.stderr.startswith("train_gpt.py: --width 0: ")
+    assert len(done.stderr.splitlines()) == 1
