@@ -51,8 +51,8 @@ make_environment() {
     pip() { .venv/bin/python -m pip install -q --disable-pip-version-check "$@"; }
     # Where there is no NVIDIA driver only a CPU build will do: the default one on Linux brings gigabytes of CUDA.
     if [ "$gpus" = 0 ] && [ "$(uname)" = Linux ]; then
-        pip "$torch+cpu" 2>/dev/null || pip --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" ||
-            die "no CPU build of $torch to be had; check the network, or set PYTHON to an interpreter that has torch"
+        pip "$torch+cpu" 2>/dev/null || pip --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" 2>/dev/null ||
+            echo "run.sh: no CPU build of $torch to be had from download.pytorch.org: taking PyPI's, which may be gigabytes" >&2
     fi
     if [ "$wanted" = all ]; then pip -r requirements.txt; else pip -r <(sed '/^$/q' requirements.txt); fi ||
         die "pip failed; mend what it says above and run the same command again"

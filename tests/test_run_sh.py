@@ -18,14 +18,17 @@ def script(path: Path, text: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path):
-    """Runs run.sh in a checkout of nothing else; returns what it asked of Python, and its errors."""
-    def run(*arguments: str, capabilities: str) -> tuple[str, str]:
+    """Runs run.sh in a checkout of nothing else; returns what it asked of Python, and its errors.
+
+    pip fails where it is asked for `lacks`.
+    """
+    def run(*arguments: str, capabilities: str, lacks: str = "flash-attn") -> tuple[str, str]:
         for name in ("run.sh", "requirements.txt"):
             shutil.copy(ROOT / name, tmp_path)
         asked = tmp_path / "asked"
         script(tmp_path / ".venv/bin/pip", "")
         script(tmp_path / ".venv/bin/python", f'echo "$@" >>{asked}\n'
-               'case "$*" in *pip*flash-attn*) echo "no such wheel" >&2; exit 1;; esac\n')
+               f'case "$*" in *pip*{lacks}*) echo "no such wheel" >&2; exit 1;; esac\n')
         cards = " ".join(f"'GPU {i}'" for i in range(len(capabilities.split())))
         script(tmp_path / "bin/nvidia-smi", "case \"$*\" in *compute_cap*) printf '%s\\n' "
                f"{capabilities};; *) printf '%s\\n' {cards};; esac\n")
@@ -84,6 +87,13 @@ def test_an_environment_for_another_machine(machine, kind):
     asked, _ = machine("install", kind, capabilities="8.0")
     assert ("flash-attn" in asked) == (kind == "cuda") and ("+cpu" in asked) == (kind == "cpu")
     assert "train_gpt.py" not in asked
+
+
+def test_without_a_cpu_build_of_torch_the_usual_one_is_installed(machine):
+    asked, errors = machine("install", "cpu", capabilities="8.0", lacks="+cpu")
+    tries = asked.splitlines()
+    assert ["+cpu" in line for line in tries] == [True, True, False] and " -r " in tries[-1]
+    assert "no CPU build of torch==" in errors and len(errors.splitlines()) == 1
 
 
 def test_the_doctor_needs_no_data(machine):
