@@ -51,8 +51,8 @@ make_environment() {
     pip() { .venv/bin/python -m pip install -q --disable-pip-version-check "$@"; }
     # Where there is no NVIDIA driver only a CPU build will do: the default one on Linux brings gigabytes of CUDA.
     if [ "$gpus" = 0 ] && [ "$(uname)" = Linux ]; then
-        pip "$torch+cpu" 2>/dev/null || pip --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" ||
-            die "no CPU build of $torch to be had; check the network, or set PYTHON to an interpreter that has torch"
+        pip "$torch+cpu" 2>/dev/null || pip --extra-index-url https://download.pytorch.org/whl/cpu "$torch+cpu" 2>/dev/null ||
+            echo "run.sh: no CPU build of $torch to be had from download.pytorch.org: taking PyPI's, which may be gigabytes" >&2
     fi
     if [ "$wanted" = all ]; then pip -r requirements.txt; else pip -r <(sed '/^$/q' requirements.txt); fi ||
         die "pip failed; mend what it says above and run the same command again"
@@ -116,12 +116,14 @@ logging.disable(logging.CRITICAL)
 try:
     main(sys.argv[1:])
 except ChildFailedError as error:
+    first, cause = error.get_first_failure()
     for rank, failure in error.failures.items():
-        if failure.exitcode < 0:        # Others have said in one line what is wrong.
+        # Others have said in one line what is wrong. After the first the launcher ends the rest by SIGTERM.
+        if failure.exitcode < 0 and (rank == first or failure.signal_name() != "SIGTERM"):
             name = failure.signal_name()
             cut = "; a file that it had mapped was cut short: a shard, or a compiled kernel in ~/.triton/cache"
             print(f"run.sh: rank {rank} was ended by {name}", cut if name == "SIGBUS" else "", sep="", file=sys.stderr)
-    sys.exit(max(error.get_first_failure()[1].exitcode, 1))
+    sys.exit(max(cause.exitcode, 1))
 except SignalException:
     sys.exit(130)
 ' --standalone --nproc_per_node="$ranks" "${program[@]}" "$@"

@@ -604,9 +604,11 @@ def test_peek_a_million_documents(tmp_path, capsys, monkeypatch):
     assert re.search(r"1,000,000 +20,000,000 +20 +20\n", capsys.readouterr().out)
 
 
-def test_the_default_number_of_shards_follows_from_the_schedule():
+@pytest.mark.parametrize("preset", ["speedrun", "single"])
+def test_the_default_number_of_shards_follows_from_the_schedule(preset):
+    """Of both presets for which run.sh fetches that many."""
     kept = {896: 0.612, 2048: 0.794}  # as said beside SPEEDRUN_SHARDS
-    taken = sum(tokens / kept[cut] for cut, tokens in peek.SCHEDULES[50256]["speedrun"].items())
+    taken = sum(tokens / kept[cut] for cut, tokens in peek.SCHEDULES[50256][preset].items())
     assert -(-taken // 100_000_000) == fineweb_tool.SPEEDRUN_SHARDS
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,7 @@ def burn() -> None:
 def quick(monkeypatch):
     """One repetition of each measurement, and no start of a whole program."""
     monkeypatch.setattr(doctor, "timed", lambda device, work, seconds=0: (work(), 1e-3)[1])
-    monkeypatch.setattr(doctor, "ON_THE_FIRST", (doctor.versions, doctor.disk))
+    monkeypatch.setattr(doctor, "ON_THE_FIRST", (doctor.versions, doctor.disk, doctor.pairs))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks have CPUs, and a GPU left out is a finding")
@@ -51,9 +52,15 @@ def test_two_ranks_look_at_a_machine(shards):
 def test_a_runs_log_gets_the_figures(config, quick, monkeypatch, capsys):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10 ** 8))
     world = train_gpt.World()
+    # Two GPUs that are made up; another process would look for real ones.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(doctor, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(doctor, "copies",
+                        lambda count: [doctor.rated(f"copies of {count} GPUs", 120, 100, "GB/s", "")])
     fit(train_gpt.settings.change(config, doctor=True), (), world, train_gpt.Trainer)
     found = world.found["doctor"]
     assert found["figures"]["disk_free_gb"] == 0.1 and found["figures"]["matmul, TFLOP/s"] > 0
+    assert found["figures"]["copies of 2 GPUs, GB/s"] == 120
     [finding] = [finding for finding in found["findings"] if finding.startswith("broken")]
     assert "0.1 GB free; logs need some; make room" in finding
     assert f"doctor: {finding}" in capsys.readouterr().out
@@ -125,3 +132,13 @@ def test_a_gpu_is_asked_while_it_works(monkeypatch):
     assert doctor.ask_under_load(torch.device("cuda", 0), "clocks.sm", "power.limit") == [1980.0, None]
     monkeypatch.setattr(doctor, "output_of", lambda *_: None)
     assert doctor.ask(torch.device("cuda", 0), "clocks.sm", "power.limit") == [None, None]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_pairs_of_gpus_leave_their_memory():
+    torch.cuda.init()
+    free = [torch.cuda.mem_get_info(n)[0] for n in (0, 1)]
+    lines = doctor.found(doctor.pairs, SimpleNamespace())
+    names = {"GPU 0 to 1, GB/s", "GPU 1 to 0, GB/s"}
+    assert names <= {key for line in lines for key in line.figures}
+    assert all(before - torch.cuda.mem_get_info(n)[0] < 2 ** 26 for n, before in enumerate(free))

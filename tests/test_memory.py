@@ -124,7 +124,9 @@ def test_smaller_gpus_get_smaller_settings(fit_into, fitting, capsys):
         assert found["allocated_bytes"] < found["needed_bytes"] <= room == found["room_bytes"]
         given_up.append(choice.micro_batches / choice.ngram_rows)
         said = capsys.readouterr().out
-        assert (said == "") == (choice == fitting.config) and said.count("\n") <= 1
+        line = f"memory: {found['needed_bytes'] / 1e9:.1f} of the {room / 1e9:.1f} GB of each GPU"
+        assert said.startswith(line) and (said == line + "\n") == (choice == fitting.config)
+        assert said.count("\n") == 1
         for name in ("micro_batches", "ngram_rows", "val_chunk"):
             value = getattr(choice, name)
             assert (f"--{name} {value} (" in said) == (value != getattr(fitting.config, name))

@@ -466,6 +466,19 @@ def test_differences_are_shown_where_they_begin(root):
     assert re.search(r"layers \(….*True.* / ….*False", text)
 
 
+def test_the_doctors_figures_are_compared(root):
+    """Those of both logs, if they are numbers more than 5% apart; of a log without them nothing is said."""
+    add_second(root)
+    a, b = (record.runs[:1] for record in load_all(root))
+    assert "doctor" not in compare_text(compare(a, b))
+    same = {"copies, GB/s": 100, "wrong": "x"}
+    a[0].header["doctor"] = {"figures": same | {"matmul, TFLOP/s": 700.0}, "findings": ["slow: x"]}
+    b[0].header["doctor"] = {"figures": same | {"matmul, TFLOP/s": 650.0, "copies, GB/s": 96, "wrong": 1}}
+    text = compare_text(compare(a, b))
+    assert text.splitlines()[-1] == ("figures of --doctor true that differ by more than 5%: "
+                                     "matmul, TFLOP/s (700.0 / 650.0)")
+
+
 def test_ab_takes_turns_and_compares(root, capfd):
     commands = [f"{TRAINER} {root / 'runs'} --name {name} --lr {lr}"
                 for name, lr in [("slow", 0.02), ("fast", 0.023)]]

@@ -18,14 +18,17 @@ def script(path: Path, text: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path):
-    """Runs run.sh in a checkout of nothing else; returns what it asked of Python, and its errors."""
-    def run(*arguments: str, capabilities: str) -> tuple[str, str]:
+    """Runs run.sh in a checkout of nothing else; returns what it asked of Python, and its errors.
+
+    pip fails where it is asked for `lacks`.
+    """
+    def run(*arguments: str, capabilities: str, lacks: str = "flash-attn") -> tuple[str, str]:
         for name in ("run.sh", "requirements.txt"):
             shutil.copy(ROOT / name, tmp_path)
         asked = tmp_path / "asked"
         script(tmp_path / ".venv/bin/pip", "")
         script(tmp_path / ".venv/bin/python", f'echo "$@" >>{asked}\n'
-               'case "$*" in *pip*flash-attn*) echo "no such wheel" >&2; exit 1;; esac\n')
+               f'case "$*" in *pip*{lacks}*) echo "no such wheel" >&2; exit 1;; esac\n')
         cards = " ".join(f"'GPU {i}'" for i in range(len(capabilities.split())))
         script(tmp_path / "bin/nvidia-smi", "case \"$*\" in *compute_cap*) printf '%s\\n' "
                f"{capabilities};; *) printf '%s\\n' {cards};; esac\n")
@@ -86,6 +89,13 @@ def test_an_environment_for_another_machine(machine, kind):
     assert "train_gpt.py" not in asked
 
 
+def test_without_a_cpu_build_of_torch_the_usual_one_is_installed(machine):
+    asked, errors = machine("install", "cpu", capabilities="8.0", lacks="+cpu")
+    tries = asked.splitlines()
+    assert ["+cpu" in line for line in tries] == [True, True, False] and " -r " in tries[-1]
+    assert "no CPU build of torch==" in errors and len(errors.splitlines()) == 1
+
+
 def test_the_doctor_needs_no_data(machine):
     asked, errors = machine("doctor", capabilities="8.0")
     assert "-m records.tools.doctor" in asked and "fineweb" not in asked + errors
@@ -95,3 +105,23 @@ def test_caches_are_packed_by_one_process_without_data(machine):
     asked, errors = machine("caches", "pack", "kernels.tar.gz", capabilities="9.0 9.0")
     assert asked.splitlines()[-1] == "-m records.tools.caches pack kernels.tar.gz"
     assert "nproc_per_node" not in asked and "fineweb" not in asked + errors
+
+
+@pytest.mark.parametrize("ends, said", [
+    ("sys.exit('train_gpt.py: no')", "train_gpt.py: no"),
+    ("os.kill(os.getpid(), signal.SIGTERM)", "run.sh: rank 1 was ended by SIGTERM"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "run.sh: rank 1 was ended by SIGKILL"),
+], ids=["message", "SIGTERM", "SIGKILL"])
+def test_only_the_rank_that_ended_the_run_is_named(tmp_path, ends, said):
+    """Rank 1 ends; the launcher then ends rank 0."""
+    shutil.copy(ROOT / "run.sh", tmp_path)
+    (tmp_path / "train_gpt.py").write_text("import os, signal, sys, time\n"
+                                           f"if os.environ['RANK'] == '1': {ends}\ntime.sleep(60)\n")
+    done = process(str(tmp_path / "run.sh"), "--preset", "cpu", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (1, said + "\n")
+
+
+def test_a_setting_that_all_ranks_refuse_takes_one_line():
+    done = process("./run.sh", "--preset", "cpu", "--width", "0")
+    assert done.returncode == 2 and done.stderr.startswith("train_gpt.py: --width 0: ")
+    assert len(done.stderr.splitlines()) == 1

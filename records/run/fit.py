@@ -64,8 +64,8 @@ def fit(config, given: Collection[str], world, trainer: type):
     """`config` with such `micro_batches`, `ngram_rows` and `val_chunk` as fit each GPU of the `world`.
 
     Settings that were `given` stay as they are: UserError if they do not fit, with some that do. Prints what
-    it changes, and leaves what it found in `world.found`, for the log: memory, and with `config.doctor` the
-    machine's figures. On a CPU nothing has to fit.
+    it needs and changes, and leaves what it found in `world.found`, for the log: memory, and with
+    `config.doctor` the machine's figures. On a CPU nothing has to fit.
     """
     if config.doctor:
         from records.tools import doctor  # a program of its own, which few runs need
@@ -85,9 +85,10 @@ def fit(config, given: Collection[str], world, trainer: type):
                         f"used; {advice}")
     world.found["memory"] = {"room_bytes": room, "needed_bytes": total, "allocated_bytes": need.allocated,
                              **need._asdict()}
-    if world.rank == 0 and choice != config:
-        print(f"memory: {total / 1e9:.1f} of the {room / 1e9:.1f} GB of each GPU, with "
-              + ", ".join(f"{flag} ({why})" for flag, why in changes(config, choice).items()))
+    if world.rank == 0:
+        changed = ", ".join(f"{flag} ({why})" for flag, why in changes(config, choice).items())
+        print(f"memory: {total / 1e9:.1f} of the {room / 1e9:.1f} GB of each GPU"
+              + (f", with {changed}" if changed else ""))
     return choice
 
 

@@ -7,8 +7,10 @@ from records.tools.classes import table_class
 from records.tools.markdown import table
 from records.tools.pool import (
     NO_SEEDS,
+    SAME_FIGURE,
     common_texts,
     configuration_differences,
+    doctor_differences,
     environment_differences,
     list_clashes,
     require_sample,
@@ -34,6 +36,7 @@ def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> 
                         for name in common_texts([*a, *b])}
     result["stages"] = stage_rows(a, b)
     result["configuration"] = configuration_differences(a[0], b[0])
+    result["doctor"] = doctor_differences(a[0], b[0])
     environment = next(filter(None, (environment_differences(a[0], run) for run in [*a[1:], *b])), {})
     if environment:
         result["notes"].append("machine, driver or versions differ, so the times are not comparable: "
@@ -91,4 +94,7 @@ def compare_text(result: dict) -> str:
     lines += ["", table(["stage (median step, ms)", "A", "B", "B - A"], rows), ""]
     clashes = result["configuration"]
     lines.append(f"configuration: {list_clashes(clashes, most=12) if clashes else 'the same on both sides'}")
+    if result["doctor"]:
+        lines.append(f"figures of --doctor true that differ by more than {SAME_FIGURE:.0%}: "
+                     + list_clashes(result["doctor"], most=12))
     return "\n".join(lines + [f"WARNING: {note}" for note in result["notes"]])

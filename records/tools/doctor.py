@@ -3,7 +3,7 @@
     ./run.sh doctor                             (torchrun … -m records.tools.doctor, a process for each GPU)
 
 Each line begins with ok, slow or broken, and says by how much and what to do. A run with `--doctor true`
-looks as well, and puts the figures in its log, by which two machines can be compared.
+looks as well, and puts the figures in its log; `python -m records compare` shows where two machines differ.
 """
 import os
 import platform
@@ -13,9 +13,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from importlib import metadata
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -276,23 +277,33 @@ def exchange(world: World) -> Iterator[Line]:
                     "see the pairs of GPUs; without NVLink all goes through the host")
 
 
-def pairs(world: World) -> Iterator[Line]:
-    """Every pair of GPUs of this host: peer access, and what a copy moves."""
+def pairs(_: World) -> Iterator[Line]:
+    """`copies`, in a process of its own, whose end gives back what it took of every GPU's memory."""
     count = torch.cuda.device_count()
+    if count > 1:
+        with ProcessPoolExecutor(1, get_context("spawn")) as other:
+            yield from other.submit(copies, count).result()
+
+
+def copies(count: int) -> list[Line]:
+    """Every pair of this host's `count` GPUs: peer access, and what a copy moves."""
+    lines = []
     for i, j in ((i, j) for i in range(count) for j in range(count) if i != j):
         near, far = (torch.ones(2 ** 27, dtype=torch.uint8, device=f"cuda:{n}") for n in (i, j))
         rate = len(near) / timed(torch.device("cuda", i), lambda: far.copy_(near)) / 1e9
         line = rated(f"GPU {i} to {j}", rate, 100, "GB/s", "not by NVLink: collectives are slower")
         sees = torch.cuda.can_device_access_peer(i, j)
-        yield line if sees else line._replace(verdict="slow", text=line.text + "; they do not see each other")
+        lines.append(line if sees else
+                     line._replace(verdict="slow", text=line.text + "; they do not see each other"))
+    return lines
 
 
-EVERYWHERE, ON_THE_FIRST = (gpu, matmuls, exchange), (versions, host, disk, start)
+EVERYWHERE, ON_THE_FIRST = (gpu, matmuls, exchange), (versions, host, disk, start, pairs)
 
 
-def look(world: World, first: tuple = ON_THE_FIRST) -> list[Line]:
-    """What all checks find. All ranks must call; they wait while the first one does those of `first`."""
-    lines = [line for check in (first if world.rank == 0 else ()) for line in found(check, world)]
+def look(world: World) -> list[Line]:
+    """What all checks find. All ranks must call; they wait while the first one does its own."""
+    lines = [line for check in (ON_THE_FIRST if world.rank == 0 else ()) for line in found(check, world)]
     world.barrier()
     own = [line for check in EVERYWHERE for line in found(check, world)]
     everyones: list[list[Line]] = [own] * world.size
@@ -334,7 +345,7 @@ def main() -> int:
     except (RankError, RuntimeError) as error:
         print(f"broken  the ranks cannot start: {str(error).splitlines()[0]}")
         return 1
-    lines = look(world, (*ON_THE_FIRST, pairs) if torch.cuda.is_available() else ON_THE_FIRST)
+    lines = look(world)
     if world.rank == 0:
         print(f"{world.size} x {device_name(world.device)}, looked at for {time.time() - begin:.0f} s")
         for line in lines:

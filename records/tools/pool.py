@@ -5,11 +5,14 @@ from collections import Counter
 from dataclasses import asdict
 
 from records.tools.classes import table_class
-from records.tools.schema import RecordError, Run, differences, flatten, last_part
+from records.tools.schema import NUMBER, RecordError, Run, differences, flatten, is_a, last_part
 from records.tools.stats import SIGNIFICANCE, describe, more_runs, p_below, verdict
 
 # Settings in which runs of one configuration may differ.
 NOT_CONFIGURATION = frozenset({"seed", "name", "runs"})
+
+# By how much figures of ./run.sh doctor may differ without being shown.
+SAME_FIGURE = 0.05
 
 NO_SEEDS = "foreign logs carry no seed: that their seeds are distinct cannot be checked"
 
@@ -75,6 +78,14 @@ def environment_differences(a: Run, b: Run) -> dict[str, tuple]:
              "versions": run.header["versions"]} for run in (a, b)]
     found = differences(*said)
     return {key: pair for key, pair in found.items() if None not in pair or not (a.foreign or b.foreign)}
+
+
+def doctor_differences(a: Run, b: Run) -> dict[str, tuple]:
+    """Figure -> (in a, in b) where `--doctor true` found more than 5% between the runs' machines."""
+    found = differences(*(run.header.get("doctor", {}) for run in (a, b)))
+    return {key.removeprefix("figures."): pair for key, pair in found.items()
+            if key.startswith("figures.") and all(is_a(value, NUMBER) for value in pair)
+            and abs(pair[0] - pair[1]) > SAME_FIGURE * max(map(abs, pair))}
 
 
 def devices_text(devices: list[str]) -> str | None:

@@ -34,7 +34,7 @@ LINES = {
 }
 # Fields that older logs do not have, by kind of line.
 LATER = {
-    "header": {"host": str, "process": int}, "summary": {
+    "header": {"host": str, "process": int, "doctor": dict}, "summary": {
         "began": NUMBER, "ended": NUMBER, "paused_s": NUMBER, "data": dict, "changed_shards": list,
         "reserved_memory_bytes": int | None},
 }
