@@ -17,6 +17,8 @@ from data.errors import DataError, printable
 from data.readers import json_field
 from data.shards import Manifest, open_shard
 from data.vocabulary import read_ranks
+from records.run.settings import UserError
+from records.run.weights import read_model, read_tensors
 from records.tools import logs, markdown, scaling
 from records.tools.logs import read_log
 from records.tools.record import create, load

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from data.shards import open_regular
 from kernels.attention import choose_attention
 from kernels.ranks.collectives import Collectives, wait
 from kernels.ranks.world import RankError, World
@@ -114,7 +115,7 @@ def disk(_: World) -> Iterator[Line]:
     shards = [shard for place in places for shard in sorted(place.glob("*train_*.bin"))]
     if shards:
         begin = time.perf_counter()
-        with open(shards[0], "rb", buffering=0) as file:
+        with open_regular(shards[0]) as file:
             size = len(file.read(2 ** 27))
         yield rated("shards, reading", size / 1e6 / (time.perf_counter() - begin), 100, "MB/s",
                     f"copy {shards[0].parent} to a local disk and set DATA_PATH")
