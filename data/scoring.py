@@ -1,5 +1,6 @@
 """Texts to score a model on, cut into chunks: the validation text, and others by `--score`."""
 import math
+import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from data.errors import printable
 from data.loader import Batch, TextSettings, make_batch
 from data.overlap import fingerprint, marked_tokens
 from data.packing import cut_documents
@@ -75,8 +77,14 @@ def other_texts(settings: TextSettings, wanted: Seq[str], val_tokens: int, chunk
         there = str(folder or Path(settings.folder) / name)
         if folder or Path(there).is_dir():
             place = replace(settings, folder=there)
-            text = scored_text(name, place, tokens, chunk, sequence_length, multiple)
-            yield text._replace(sha256=fingerprint(there, "val"))
+            try:
+                text = scored_text(name, place, tokens, chunk, sequence_length, multiple)
+                text = text._replace(sha256=fingerprint(there, "val"))
+            except ShardError as error:
+                # A whole run is not lost because its text was removed meanwhile.
+                print(printable(f"WARNING: --score {name} was left out: {error}"), file=sys.stderr)
+            else:
+                yield text
     if (marks := marked_tokens(settings.folder, val_tokens + 1)) is not None:
         for name, scored in (("val repeated", marks), ("val new", ~marks)):
             text = scored_text(name, settings, val_tokens, chunk, sequence_length, multiple, scored)

@@ -245,11 +245,18 @@ def test_the_next_run_starts_at_once(way, shards, tmp_path):
     assert status == 0 and last_line(tmp_path / "next")["kind"] == "summary", found
 
 
-@pytest.mark.parametrize("options", ["nr_inodes=1", "ro"], ids=["full", "read-only"])
-def test_shared_memory_that_takes_no_file(way, shards, tmp_path, options):
+# Devices without shared memory, as in a container that was given none.
+BARE = """folder=$(mktemp -d) && mount -t tmpfs none "$folder" || exit 1
+cp -a /dev/. "$folder" 2> /dev/null
+rm -rf "$folder/shm" && mount --move "$folder" /dev && rmdir "$folder" && test ! -e /dev/shm"""
+SHARED_MEMORY = {"full": "mount -t tmpfs -o nr_inodes=1 none /dev/shm",
+                 "read-only": "mount -t tmpfs -o ro none /dev/shm", "missing": BARE}
+
+
+@pytest.mark.parametrize("kind", SHARED_MEMORY)
+def test_shared_memory_that_takes_no_file(way, shards, tmp_path, kind):
     """A run works without, or says in a line that it cannot start."""
-    mount = f'mount -t tmpfs -o {options} none /dev/shm && exec "$@"'
-    inside = "unshare", "--mount", "sh", "-c", mount, "sh"
+    inside = "unshare", "--mount", "sh", "-c", f'{SHARED_MEMORY[kind]} && exec "$@"', "sh"
     if subprocess.run([*inside, "true"], capture_output=True).returncode:
         pytest.skip("may not mount a file system here")
     status, found, _ = undisturbed(tmp_path, way, "--data_path", str(shards), inside=inside)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,6 +59,7 @@ def on_threads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     here = threading.local()
 
     def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -128,6 +130,24 @@ def test_a_source_that_others_cannot_read_is_staged_in_one_buffer_a_length(on_th
         copies.all_reduce(torch.ones(8, dtype=torch.float64))
         return len(copies.memories)
     assert on_threads(2, work) == [4, 4]  # and one to see whether the driver shares memory
+
+
+def test_outside_graphs_a_rank_is_one_collective_ahead(on_threads, monkeypatch):
+    """With a full queue it would wait for a stopped rank in a launch, and its watchdog with it."""
+    came: list[int] = []
+
+    def work(rank: int, copies: collectives.PeerCopies) -> list[int]:
+        ends = iter(SimpleNamespace(synchronize=partial(came.append, i)) for i in range(9))
+        monkeypatch.setattr(copies.stream, "record_event", lambda: next(ends))
+        waited = []
+        for recording in (False, False, False, True, True, False, False):
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording)
+            copies.all_reduce(torch.ones(4))
+            waited.append(came[-1] if came else None)
+        return waited
+
+    # Of what was recorded (3, 4) nobody could wait for the end.
+    assert on_threads(1, work) == [[None, 0, 1, 1, 1, 2, 5]]
 
 
 def test_one_rank_starts_nothing():

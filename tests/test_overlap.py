@@ -1,4 +1,5 @@
 """What the training text holds of the validation text, and texts that are scored beside it."""
+import os
 import sys
 from dataclasses import replace
 
@@ -74,6 +75,20 @@ def test_other_texts_are_scored_where_they_lie(shards, tmp_path, config):
     assert text.name == "mine" and text.tokens == 400 and len(text.sha256) == 64
     scored = torch.cat([batch.targets[batch.targets >= 0] for batch in text.batches])
     assert scored.tolist() == tokens[1:401].tolist()
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 700),
+                                    lambda path: path.write_bytes(b"")])
+def test_another_text_that_goes_during_a_run_does_not_cost_it(shards, tmp_path, config, capsys, damage):
+    for name in ("mine", "lost"):
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / "val_000000.bin", open_shard(find_shards(shards, "val")[0])[:500])
+    wanted = [f"{name}={tmp_path / name}:400" for name in ("lost", "mine")]
+    check_scores(wanted)
+    damage(tmp_path / "lost" / "val_000000.bin")
+    (text,) = other_texts(text_settings(config), wanted, 700, 256, 64, 1)
+    assert text.name == "mine"
+    assert capsys.readouterr().err.startswith("WARNING: --score lost was left out: ")
 
 
 @pytest.mark.parametrize("wanted, message", [

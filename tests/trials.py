@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from data.shards import publish
 
 ASCII = {"LC_ALL": "C", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONUNBUFFERED": ""}
 SHORT = [*TINY, "--micro_batches", "2", "--batch_tokens", "256,512,512", "--preset", "cpu"]
+WIDE = "--width 128 --head_dim 64 --qk_dim 64".split()      # what FlashAttention-4 can do
 OUR_FRAME = 'train_gpt.py", line'
 COMMANDS = {
     "records --help": "-m records --help", "check": "-m records --records {records} check",
@@ -106,7 +109,13 @@ def test_output_into_a_reader_that_has_gone(place, name):
 def last_line(place: dict) -> str:
     """What kind of line the log of the one run ends in."""
     [log] = place["out"].glob("*/log.jsonl")
-    return json.loads(log.read_text().splitlines()[-1])["kind"]
+    return last_kind(log)
+
+
+def last_kind(log: Path) -> str | None:
+    """Of its lines that are whole; None without any."""
+    *whole, _ = log.read_text().split("\n")
+    return json.loads(whole[-1])["kind"] if whole else None
 
 
 @pytest.mark.parametrize("name", ["train", "peek", "stats"])
@@ -164,11 +173,17 @@ def compiled(caches: Path, shards: Path) -> subprocess.CompletedProcess:
 
     Torch may show tracebacks of its own compilers. One of the program has OUR_FRAME.
     """
-    variables = environment(CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
-                            TORCHINDUCTOR_COMPILE_THREADS="4", TRITON_CACHE_DIR=f"{caches}/triton",
-                            TORCHINDUCTOR_CACHE_DIR=f"{caches}/inductor", PYTHON=sys.executable)
-    words = "./run.sh", *SHORT, "--attention", "plain", "--data_path", str(shards), "--write_log", "false"
-    return subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=200)
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    words = "./run.sh", *SHORT, *WIDE, "--data_path", str(shards), "--write_log", "false"
+    return subprocess.run(words, cwd=ROOT, env=environment(CUDA_VISIBLE_DEVICES=gpu, **caches_in(caches)),
+                          capture_output=True, text=True, timeout=200)
+
+
+def caches_in(folder: Path) -> dict[str, str]:
+    """The variables that move all caches of compiled kernels there."""
+    return {"TORCHINDUCTOR_COMPILE_THREADS": "4", "TRITON_CACHE_DIR": f"{folder}/triton",
+            "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": f"{folder}/flash"}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -184,6 +199,14 @@ def test_caches_of_kernels_that_are_damaged(kernels, shards, tmp_path, keep):
     # A library that was cut short ends the process as soon as it is read.
     said = "train_gpt.py: a compiled kernel is damaged", "run.sh: rank 0 was ended by SIGBUS; a file that"
     assert not done.returncode or done.stderr.splitlines()[-1].startswith(said), done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_caches_of_kernels_that_two_processes_fill(shards, tmp_path):
+    """At once; neither reads half of what the other writes."""
+    with ThreadPoolExecutor(2) as threads:
+        both = list(threads.map(lambda _: compiled(tmp_path, shards), range(2)))
+    assert [done.returncode for done in both] == [0, 0], [done.stderr for done in both]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -211,6 +234,22 @@ def test_a_run_folder_that_vanishes(place):
         pass
     subprocess.run(["rm", "-r", place["out"]], check=True)
     assert process.wait(120) == 0 and "Traceback" not in process.stderr.read()
+
+
+def test_a_shard_that_is_cut_while_it_is_read(place):
+    """The system ends the ranks that read on, and run.sh says why. The log holds whole lines."""
+    words = COMMANDS["train"].format(**place).split()[1:]
+    process = subprocess.Popen(["./run.sh", *words, "--steps", "4000", "--epochs", "9999"], cwd=ROOT,
+                               env=environment(RUNS_PATH=str(place["out"])), stderr=subprocess.PIPE,
+                               stdout=subprocess.DEVNULL, text=True)
+    while process.poll() is None and "step" not in map(last_kind, place["out"].glob("*/log.jsonl")):
+        time.sleep(0.2)
+    os.truncate(place["shards"] / "train_000000.bin", 0)
+    said = process.communicate(timeout=30)[1]
+    assert process.returncode == 1, said
+    assert said.splitlines()[-1].startswith("run.sh: rank ") and "SIGBUS; a file that it had mapped" in said
+    [log] = place["out"].glob("*/log.jsonl")
+    assert all(map(json.loads, log.read_text().splitlines()))
 
 
 @pytest.mark.parametrize("name, runs, status", [

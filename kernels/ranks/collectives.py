@@ -150,6 +150,7 @@ class PeerCopies(Collectives):
         self.rank, self.stream = group.rank(), side_stream("copies")
         self.memories: dict[int, object] = {}  # `_SymmetricMemory` by the address of what the others can read
         self.staging: dict[tuple[int, torch.dtype], Tensor] = {}  # buffers for the rest, by length
+        self.last: torch.cuda.Event | None = None  # the end of the last collective outside graphs
         # Fail now if the driver shares no memory.
         self.zeros(1, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))
 
@@ -181,10 +182,20 @@ class PeerCopies(Collectives):
 
     @torch.no_grad()
     def run(self, work: Callable[[], None]) -> Work:
-        """Queue `work` on the stream of the copies, after everything on the current one."""
+        """Queue `work` on the stream of the copies, after everything on the current one.
+
+        Outside graphs the program waits here for the collective before. So it does not run far ahead of a
+        rank that is stopped: with a full queue it would wait in a launch, which holds Python's lock and with
+        it the watchdog.
+        """
+        recording = torch.cuda.is_current_stream_capturing()
+        if self.last and not recording:
+            self.last.synchronize()
         with beside(self.stream):
             work()
-            return Copies(self.stream.record_event())
+            arrived = self.stream.record_event()
+        self.last = self.last if recording else arrived
+        return Copies(arrived)
 
     def collect(self, into: Tensor, source: Tensor, own_part: bool) -> None:
         """into[r] of (size, ...) becomes rank r's `source` or, with `own_part`, this rank's part of it."""

@@ -152,7 +152,7 @@ class World:
         gc.collect()                # Graphs hold memory until reference cycles are collected.
         if self.device.type == "cuda":
             # cuBLAS keeps what it works in, also where that lies in the one piece of memory of all graphs,
-            # which then stays. That is probably why later runs of a process reserved 18.7 GB more.
+            # which then stays: later runs of a process reserved 18.7 GB more.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
