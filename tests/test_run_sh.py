@@ -61,6 +61,16 @@ def test_another_python_and_a_link(tmp_path, python, status, words):
     assert done.returncode == status and words in done.stderr and len(done.stderr.splitlines()) == bool(words)
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_bytecode_is_kept_where_torch_has_none(tmp_path, kept):
+    """Beside torch or in a folder of its own, whatever the environment says about writing it."""
+    script(tmp_path / "python", f'case "$*" in *cache_from_source*) exit {int(not kept)};; esac\n'
+           'echo "${PYTHONPYCACHEPREFIX-none} ${PYTHONDONTWRITEBYTECODE-unset}"\n')
+    done = process("./run.sh", "--explain", PYTHON=str(tmp_path / "python"), PYTHONDONTWRITEBYTECODE="1",
+                   XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout.split()[-2:] == (["none", "1"] if kept else [f"{tmp_path}/python-bytecode", "unset"])
+
+
 def test_ctrl_c_while_pip_installs_starts_nothing(tmp_path):
     """In a terminal of its own, where Ctrl-C reaches the script and pip, which says that it failed."""
     for name in ("run.sh", "requirements.txt"):

@@ -152,7 +152,8 @@ def start(_: World) -> Iterator[Line]:
                    capture_output=True)
     seconds = time.perf_counter() - begin
     yield required("a start", seconds < 20, f"{seconds:.1f} s to import everything and lay out the model",
-                   "put the environment on a local disk", "slow", start_s=round(seconds, 2))
+                   "put the environment on a local disk; keep bytecode, in a folder that PYTHONPYCACHEPREFIX "
+                   "names and without PYTHONDONTWRITEBYTECODE", "slow", start_s=round(seconds, 2))
 
 
 def read(path: str) -> list[str]:
