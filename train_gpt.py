@@ -28,6 +28,10 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 PROCESS_START = time.time()
+from records.run.terminal import end_quietly, outlive_terminal
+
+if __name__ == "__main__":
+    end_quietly()       # Imports take seconds.
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +59,6 @@ from records.run.kinds import Beta, Blocks, Count, Factor, Few, Positive, Seed, 
 from records.run.log import RunLog
 from records.run.machine import device_name, ending_facts, machine_facts
 from records.run.progress import Report, StepFacts, summarise
-from records.run.terminal import outlive_terminal
 from records.run.weights import prepare, save_model
 
 ROOT = Path(__file__).resolve().parent

@@ -303,6 +303,18 @@ def test_interrupt_leaves_a_complete_log(tmp_path, shards, number):
     assert last == {"kind": "stopped", "step": len(steps), "reason": "interrupted"} and steps
 
 
+@pytest.mark.parametrize("rank, said", [("0", "train_gpt.py: interrupted\n"), ("1", "")])
+def test_interrupt_while_modules_are_imported(rank, said):
+    variables = environment(RANK=rank, WORLD_SIZE="2", LOCAL_RANK=rank)
+    running = subprocess.Popen([sys.executable, "train_gpt.py", "--explain"], cwd=ROOT, env=variables,
+                               stderr=subprocess.PIPE, text=True)
+    while "/torch/lib/" not in Path(f"/proc/{running.pid}/maps").read_text():
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=60)[1] == said
+    assert running.returncode == -signal.SIGINT     # which a shell calls 130
+
+
 def files_of_the_project() -> list[Path]:
     return sorted(p for p in ROOT.rglob("*") if not {"__pycache__", ".git", ".venv"} & {*p.parts})
 
