@@ -117,24 +117,28 @@ def launch(folder: Path, way: str, *arguments: str, port: int = 0,
     command that runs torchrun.
     """
     devices = "" if way == "gloo" else os.environ.get("CUDA_VISIBLE_DEVICES", "0,1")
-    variables = environment(RUNS_PATH=str(folder), CUDA_VISIBLE_DEVICES=devices,
+    variables = environment(RUNS_PATH=str(folder), CUDA_VISIBLE_DEVICES=devices, PYTHONFAULTHANDLER="1",
                             PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     port, memory = port or free_port(), set(os.listdir("/dev/shm"))
     words = ["--nproc_per_node=2", "--master_addr=127.0.0.1", f"--master_port={port}", __file__, *arguments,
              "--preset", "cpu", *SHORT, "--attention", "plain", "--compile", "false", *WAYS[way]]
+    running = subprocess.Popen([*inside, sys.executable, "-m", "torch.distributed.run", *words], cwd=ROOT,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=variables, text=True)
     try:
-        done = subprocess.run([*inside, sys.executable, "-m", "torch.distributed.run", *words], cwd=ROOT,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=variables, text=True,
-                              timeout=LIMIT)
+        found, _ = running.communicate(timeout=LIMIT)
         ended = time.time()
+    except subprocess.TimeoutExpired:
+        end(folder, signal.SIGABRT)     # By which Python says where it stands.
+        time.sleep(5)
+        end(folder, signal.SIGKILL)
+        found, _ = running.communicate(timeout=30)
+        raise AssertionError(f"it is not over after {LIMIT} s: {found}") from None
     finally:
-        left = processes_of(folder)
-        for process in left:
-            os.kill(process, signal.SIGKILL)
-    assert not left and not (files := left_in_memory(memory)), (left, files, done.stdout)
+        left = end(folder, signal.SIGKILL)
+    assert not left and not (files := left_in_memory(memory)), (left, files, found)
     socket.create_server(("127.0.0.1", port)).close()
-    since = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("fault at")]
-    return done.returncode, done.stdout, ended - since[0] if since else 0.0
+    since = [float(line.split()[-1]) for line in found.splitlines() if line.startswith("fault at")]
+    return running.returncode, found, ended - since[0] if since else 0.0
 
 
 def free_port() -> int:
@@ -142,6 +146,14 @@ def free_port() -> int:
     port = random.SystemRandom().randrange(20_000, 32_000)
     socket.create_server(("127.0.0.1", port)).close()
     return port
+
+
+def end(folder: Path, number: signal.Signals) -> list[int]:
+    """Send this to the processes that are alive and write their logs into this folder; returns them."""
+    left = processes_of(folder)
+    for process in left:
+        os.kill(process, number)
+    return left
 
 
 def processes_of(folder: Path) -> list[int]:

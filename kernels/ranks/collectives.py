@@ -150,21 +150,21 @@ class PeerCopies(Collectives):
         self.rank, self.stream = group.rank(), side_stream("copies")
         self.memories: dict[int, object] = {}  # `_SymmetricMemory` by the address of what the others can read
         self.staging: dict[tuple[int, torch.dtype], Tensor] = {}  # buffers for the rest, by length
-        self.last: torch.cuda.Event | None = None  # the end of the last collective outside graphs
         # Fail now if the driver shares no memory.
         self.zeros(1, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         from torch.distributed import _symmetric_memory  # not in every build of torch
+        # Making such memory and the rendezvous hold Python's lock. If they had to wait for a rank that is
+        # stopped, or for a collective that does, no watchdog would run. So they wait here, without it.
+        torch.cuda.synchronize(device)
+        with with_others():
+            dist.barrier(self.group)
         x = _symmetric_memory.empty(*shape, dtype=dtype, device=device).zero_()
         # torch clears x, and the memory through which barriers signal, on the default stream, and does not
         # wait. On a rank with a long queue that would wipe out the first signal of a faster rank, which this
         # rank then awaits for ever.
         torch.cuda.synchronize(device)
-        # The rendezvous waits for all ranks and holds Python's lock, so that no watchdog would run meanwhile.
-        # They wait here before, without it.
-        with with_others():
-            dist.barrier(self.group)
         self.memories[x.untyped_storage().data_ptr()] = _symmetric_memory.rendezvous(x, self.group)
         return x
 
@@ -182,20 +182,10 @@ class PeerCopies(Collectives):
 
     @torch.no_grad()
     def run(self, work: Callable[[], None]) -> Work:
-        """Queue `work` on the stream of the copies, after everything on the current one.
-
-        Outside graphs the program waits here for the collective before. So it does not run far ahead of a
-        rank that is stopped: with a full queue it would wait in a launch, which holds Python's lock and with
-        it the watchdog.
-        """
-        recording = torch.cuda.is_current_stream_capturing()
-        if self.last and not recording:
-            self.last.synchronize()
+        """Queue `work` on the stream of the copies, after everything on the current one."""
         with beside(self.stream):
             work()
-            arrived = self.stream.record_event()
-        self.last = self.last if recording else arrived
-        return Copies(arrived)
+            return Copies(self.stream.record_event())
 
     def collect(self, into: Tensor, source: Tensor, own_part: bool) -> None:
         """into[r] of (size, ...) becomes rank r's `source` or, with `own_part`, this rank's part of it."""
