@@ -10,6 +10,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -286,7 +287,10 @@ def test_a_hangup_ends_a_run_once_and_not_below_nohup(monkeypatch):
 def test_interrupt_leaves_a_complete_log(tmp_path, shards, number):
     words = [sys.executable, "train_gpt.py", *SHORT, "--steps", "600", "--epochs", "2000"]
     variables = environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
-    running = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True)
+    # `nohup` would have the tests, and the run with them, ignore that the terminal goes.
+    heed = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+    running = subprocess.Popen(words, cwd=ROOT, env=variables, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=heed)
 
     def has_begun() -> bool:
         return any('"step"' in log.read_text() for log in tmp_path.glob("2*/log.jsonl"))
