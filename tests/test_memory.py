@@ -21,7 +21,7 @@ from records.run.settings import UserError
 pytest.importorskip("triton")
 GPU = torch.device("cuda", 0)
 TWO_GPUS = "2026-11-22_two-h200-long-table/runs/20261122-175825-two-h200-long.jsonl.gz"
-ONE_GPU = "2026-11-24_one-h200-clean/runs/20261124-010504-one-h200.jsonl.gz"
+ONE_GPU = "2026-11-25_one-h200-clean/runs/20261125-033651-one-h200.jsonl.gz"
 
 
 @pytest.fixture(scope="module", autouse=True)

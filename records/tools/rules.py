@@ -21,8 +21,6 @@ CORPUS_RUN = {
                           "sha256": "28d6d5616a7f936a451e5fb47d7cb02779b0858a20c4476e3c8b57f03ab50892"}},
 }
 LEAST_RUNS = 5
-# The record 2026-11-24_one-h200-clean has four runs. It is older than that rule, and exempt by its commit.
-FEWER_RUNS = {"9da474370d37c64dffe50549d8618f3ceb184961"}
 SAME_LOSS, SAME_TIME = 3, 0.03      # a second full run: standard deviations of the loss, share of the time
 # Without these a log's times, its process and its data cannot be held against anything.
 ORIGIN, STAMPS = ("host", "process"), ("began", "ended", "paused_s")
@@ -44,7 +42,7 @@ def check_rules(data: dict, runs: list[Run], second: Run | None) -> list[str]:
         problems += check_texts(data) + [
             f"{run.label} differs from the rules of the corpus in {list_clashes(clashes)}"
             for run in every if (clashes := corpus_differences(run))]
-        if len(runs) < LEAST_RUNS and data["commit"] not in FEWER_RUNS:
+        if len(runs) < LEAST_RUNS:
             problems.append(f"{len(runs)} runs; a record on the corpus has at least {LEAST_RUNS}")
         if second is None:
             problems.append("no second full run; give the log of one more, with a new seed, as --second")
