@@ -256,11 +256,11 @@ def test_counted_against_the_allocator():
         layers(torch.empty(4096, 1024, device=device)).sum().backward()
         return read()
 
-    torch.ones(16, 16, device="cuda").mm(torch.ones(16, 16, device="cuda"))     # cuBLAS takes its own first.
     counter = memory.Counter()
     with counter:
         counted = peak("meta", lambda: counter.peak)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    measured = peak("cuda", torch.cuda.max_memory_allocated) - before
+    for _ in range(2):      # At first cuBLAS takes what it works in, 65 MiB for two threads, and keeps it.
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        measured = peak("cuda", torch.cuda.max_memory_allocated) - before
     assert counted == pytest.approx(measured, rel=0.1)

@@ -150,8 +150,12 @@ class PeerCopies(Collectives):
         self.rank, self.stream = group.rank(), side_stream("copies")
         self.memories: dict[int, object] = {}  # `_SymmetricMemory` by the address of what the others can read
         self.staging: dict[tuple[int, torch.dtype], Tensor] = {}  # buffers for the rest, by length
-        # Fail now if the driver shares no memory.
-        self.zeros(1, dtype=torch.float32, device=torch.device("cuda", torch.cuda.current_device()))
+        # Fail now if the driver shares no memory. And load the kernels now: CUDA may wait for an idle GPU
+        # before a kernel's first launch, and torch's barrier holds Python's lock meanwhile. Later that could
+        # be behind a collective that waits for a stopped rank, and no watchdog would run.
+        device = torch.device("cuda", torch.cuda.current_device())
+        self.all_reduce(self.zeros(1, dtype=torch.float32, device=device))
+        torch.cuda.synchronize(device)
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         from torch.distributed import _symmetric_memory  # not in every build of torch
