@@ -103,6 +103,9 @@ class Stage:
     windows: tuple[Blocks, Blocks]  # short and long attention window, in blocks of `window_block` tokens
     lr_scale: Factor                # multiplies every learning rate
     multi_token: tuple[tuple[Factor, Factor], ...]  # loss weights of the next tokens: (first, last)
+    # Training computes logits for the targets and a sample that stands for all other tokens (Jean et al.,
+    # arXiv 1412.2007; @devenpzak #360); validation is exact. It costs 0.004 of loss. A: 7.6 s in all.
+    softmax_samples: Count = 8192   # 0: all tokens
 
 
 SPEEDRUN_STAGES = (
@@ -201,9 +204,6 @@ class Config:
     cooldown: Share = 0.6           # the share of the steps over which the learning rate falls linearly …
     final_lr: Share = 0.15          # … to this share of itself, not to zero (@YouJiacheng)
     adam_every: Few = 2             # Adam takes the gradients of two steps together (@ClassicLarry #136).
-    # Training computes logits for the targets and a sample that stands for all other tokens (Jean et al.,
-    # arXiv 1412.2007; @devenpzak #360); validation is exact. It costs 0.004 of loss. A: 7.6 s in all.
-    softmax_samples: Count = 8192   # 0: all tokens
 
     # ---- Optimizer. Muon (Jordan et al., kellerjordan.github.io/posts/muon) moves a matrix by the orthogonal
     # matrix nearest to its momentum. What bfloat16 cuts off a weight is kept beside it, but for n-gram rows.
@@ -296,9 +296,9 @@ PRESETS = {
         Config(preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
                micro_batches=2, layers=CPU_LAYERS, width=128, head_dim=64, attention_scale=0.1,
                ngrams=(2, 4), ngram_rows=65_536, ngram_block=1, steps=120, extra_steps=10, window_block=32,
-               softmax_samples=0, momentum_warmup=70, momentum_cooldown=15, polar_steps=5, aol=False,
+               momentum_warmup=70, momentum_cooldown=15, polar_steps=5, aol=False,
                val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024, save="log"),
-        batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512)),
+        batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), softmax_samples=(0,)),
 }
 
 
@@ -920,7 +920,7 @@ class Step(NamedTuple):
     sequence_length: int
     windows: tuple[int, int]        # short and long, in blocks
     multi_token: tuple[float, ...]  # the loss weights of the next 1, …, k tokens
-    sampled: bool                   # softmax over a sample of the vocabulary
+    samples: int                    # Softmax is over the targets and so many other tokens; 0: over all.
     tied: bool                      # The embedding is the head's weight.
     update_adam: bool
     adam_updated: bool              # The step before updated Adam's groups, or this is the first step.
@@ -929,12 +929,12 @@ class Step(NamedTuple):
 
     @property
     def kind(self) -> tuple:
-        return (self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.sampled,
+        return (self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.samples,
                 self.tied, self.update_adam, self.adam_updated)
 
     @property
     def shape(self) -> StepShape:
-        return StepShape(self.batch_tokens, self.sequence_length, self.sampled)
+        return StepShape(self.batch_tokens, self.sequence_length, self.samples)
 
 
 class Schedule:
@@ -961,7 +961,7 @@ class Schedule:
         return Step(
             index, stage.batch_tokens, stage.sequence_length,
             stage.windows if index < c.steps else c.final_windows, multi_token,
-            sampled=c.softmax_samples > 0 and index < c.steps, tied=index < c.tied_share * c.steps,
+            samples=stage.softmax_samples if index < c.steps else 0, tied=index < c.tied_share * c.steps,
             update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,
             lr=stage.lr_scale * (1 - (1 - c.final_lr) * fallen), momentum=low + (high - low) * warm)
 
@@ -994,7 +994,7 @@ class Trainer:
         world.be_deterministic(config.deterministic)
         self.text = TextSettings(config.data_path, config.vocab_size, config.padded_vocab,
                                  config.document_start, config.epochs, config.keep_tails,
-                                 config.micro_batches, config.softmax_samples, config.seed)
+                                 config.micro_batches, config.seed)
         shapes = [step.shape for step in self.schedule]
         self.loader = Loader(self.text, shapes, world.rank, world.size, world.device)
         self.chunks = config.val_tokens, config.val_chunk, config.val_sequence_length, world.size

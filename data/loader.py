@@ -30,15 +30,14 @@ class TextSettings:
     epochs: int                 # how often a token may be seen
     keep_tails: bool            # train on what a cut document leaves over, as sequences of their own
     micro_batches: int          # in how many parts the batch of a step is packed, on any number of ranks
-    softmax_samples: int        # tokens that a sampled softmax draws beside the targets
-    seed: int                   # of that draw; nothing else here depends on it
+    seed: int                   # of the sample of a sampled softmax; nothing else here depends on it
 
 
 class StepShape(NamedTuple):
     """What the loader needs to know of a step."""
     tokens: int                 # of the whole step, over all ranks
     sequence_length: int        # at which documents are cut
-    sampled: bool               # whether its micro-batches need candidates for a sampled softmax
+    samples: int                # tokens that its sampled softmax draws beside the targets; 0: all logits
 
 
 class Batch(NamedTuple):
@@ -152,12 +151,12 @@ def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, 
         sequences, targets = 0, 0
         for spans in (spans for step in plan.make() for spans in step):
             sequences = max(sequences, sum(last - first for _, first, last, _ in spans))
-            if shape.sampled:
+            if shape.samples:
                 different = np.zeros(settings.padded_vocab, bool)
                 for text, start, length in plan.sequences(spans, shape.sequence_length):
                     different[text[start + 1:start + 1 + length]] = True
                 targets = max(targets, int(np.count_nonzero(different)) + 1)     # and a document's start
-        wanted = round_up(targets + settings.softmax_samples, 256) if shape.sampled else 0
+        wanted = round_up(targets + shape.samples, 256) if shape.samples else 0
         old = bounds.get(shape.tokens, Bounds(0, 0))
         bounds[shape.tokens] = Bounds(max(old.sequences, sequences + sequences // 4 + 8),
                                       max(old.candidates, min(wanted, settings.padded_vocab)))
@@ -197,7 +196,7 @@ class Loader:
 
     def candidates_of(self, shape: StepShape) -> int | None:
         """For how many tokens a micro-batch of this step computes logits; None: for all."""
-        return self.candidates.get(shape.tokens) if shape.sampled else None
+        return self.candidates.get(shape.tokens) if shape.samples else None
 
     def most(self, shape: StepShape) -> int:
         """Sequences that a micro-batch can hold: those of the text, and what fills up one that ends early."""

@@ -17,12 +17,13 @@ from data.packing import cut_documents, pack, round_up, sample_candidates
 from data.peek import KEEP_TAILS, SCHEDULES
 from data.scoring import scored_text
 from data.shards import ShardError, find_shards, open_shard, write_shard
+from records.run.settings import change
 
 CPU = torch.device("cpu")
 
 
 def shapes(config) -> list[StepShape]:
-    return [StepShape(step.batch_tokens, step.sequence_length, step.sampled)
+    return [StepShape(step.batch_tokens, step.sequence_length, step.samples)
             for step in train_gpt.Schedule(config)]
 
 
@@ -30,8 +31,7 @@ def text_settings(config) -> TextSettings:
     return TextSettings(folder=config.data_path, vocab_size=config.vocab_size,
                         padded_vocab=config.padded_vocab, document_start=config.document_start,
                         epochs=config.epochs, keep_tails=config.keep_tails,
-                        micro_batches=config.micro_batches, softmax_samples=config.softmax_samples,
-                        seed=config.seed)
+                        micro_batches=config.micro_batches, seed=config.seed)
 
 
 def loader(config, rank=0, ranks=1, device=CPU) -> Loader:
@@ -176,7 +176,7 @@ def sampled(tmp_path, config):
     for name, part in parts.items():
         part[0] = 4999
         write_shard(tmp_path / f"{name}.bin", part)
-    return replace(config, data_path=str(tmp_path), vocab_size=5000, softmax_samples=300)
+    return change(config, data_path=str(tmp_path), vocab_size=5000, softmax_samples=(300,))
 
 
 def test_candidates_hold_all_targets_and_a_sample_of_the_rest(sampled):
@@ -195,7 +195,7 @@ def test_candidates_hold_all_targets_and_a_sample_of_the_rest(sampled):
     assert len(seen) > 4000 and len(plan.candidates) == 3                # the samples differ
     # The validation text's batches, which the bounds come from, have 300 candidates beside the targets.
     most: dict[int, int] = {}
-    rehearsal = plan.rehearsal([shape for shape in plan.shapes if shape.sampled] * 20)
+    rehearsal = plan.rehearsal([shape for shape in plan.shapes if shape.samples] * 20)
     for index, shape in enumerate(rehearsal.shapes):
         for batch in rehearsal.batches(index):
             most[shape.tokens] = max(most.get(shape.tokens, 0), len(batch.targets.unique()))
@@ -248,12 +248,23 @@ def test_candidates_depend_on_the_seed_and_the_step_alone(sampled, ranks):
 
 
 def test_candidates_of_a_small_vocabulary_are_all_and_off_means_none(config):
-    plan = loader(replace(config, softmax_samples=10_000))
+    plan = loader(change(config, softmax_samples=(10_000,)))
     assert set(plan.candidates.values()) == {320}
     assert torch.equal(plan.batches(0)[0].candidates, torch.arange(320, dtype=torch.int32))
     off = loader(config)
     assert not off.candidates and not off.batches(0)[0].candidates.numel()
-    assert not any(batch.candidates.numel() for batch in validation(replace(config, softmax_samples=10)))
+    assert not any(batch.candidates.numel() for batch in validation(change(config, softmax_samples=(10,))))
+
+
+def test_every_stage_draws_its_own_number_of_candidates(sampled):
+    plan = loader(change(sampled, softmax_samples=(0, 300, 812)))
+    tokens = [stage.batch_tokens for stage in sampled.stages]
+    drawn = {shape.tokens: plan.candidates_of(shape) for shape in plan.shapes if shape.samples}
+    assert [*drawn] == tokens[1:] and {shape.samples for shape in plan.shapes} == {0, 300, 812}
+    alike = loader(sampled).candidates
+    assert drawn[tokens[1]] == alike[tokens[1]] and drawn[tokens[2]] == alike[tokens[2]] + 512
+    for index, shape in enumerate(plan.shapes):
+        assert all(len(batch.candidates) == (plan.candidates_of(shape) or 0) for batch in plan.batches(index))
 
 
 def test_sample_candidates():

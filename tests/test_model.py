@@ -634,7 +634,7 @@ def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax(config, lookup):
     """With the head's gradients, which is the embedding here too, and with targets that are not scored."""
     results = []
     for samples in (0, 10_000):
-        trainer = make_trainer(config, softmax_samples=samples)
+        trainer = make_trainer(config, softmax_samples=(samples,))
         model, step = trainer.model, trainer.schedule.at(0)
         awake(model)
         model.ops = model.ops._replace(lookup=lookup)
@@ -654,7 +654,7 @@ def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax(config, lookup):
 
 @pytest.mark.parametrize("lookup", [embedding.lookup_reference, embedding.lookup])
 def test_sampled_softmax_has_gradients_for_its_rows_alone(config, lookup):
-    trainer = make_trainer(config, softmax_samples=64)
+    trainer = make_trainer(config, softmax_samples=(64,))
     model, step = trainer.model, trainer.schedule.at(0)._replace(tied=False)
     model.ops = model.ops._replace(lookup=lookup)
     batch = first_batch(trainer)
@@ -665,7 +665,7 @@ def test_sampled_softmax_has_gradients_for_its_rows_alone(config, lookup):
 
 def test_sampled_softmax_trains_and_leaves_validation_as_it_was(config):
     config = settings.change(config, steps=15, epochs=9, micro_batches=2, batch_tokens=(512,) * 3)
-    trainers = [make_trainer(config, softmax_samples=samples) for samples in (0, 64)]
+    trainers = [make_trainer(config, softmax_samples=(samples,)) for samples in (0, 64)]
     validation = [trainer.validate(trainer.schedule.validation(0)) for trainer in trainers]
     assert validation[0] == validation[1]
     for trainer in trainers:

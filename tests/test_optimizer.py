@@ -470,7 +470,7 @@ def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, kerne
     """What a reduce-scatter gets, in the middle of the backward pass, is what stands there at its end."""
     index, samples = SUMMED[case]
     trainer = train_gpt.Trainer(settings.change(
-        config, batch_tokens=(128, 128, 128), softmax_samples=samples), train_gpt.World())
+        config, batch_tokens=(128, 128, 128), softmax_samples=(samples,)), train_gpt.World())
     model, optimizer = trainer.model, trainer.optimizer
     model.ops = model.ops._replace(**KERNELS[kernels])
     model.fp8 = ("attention", "mlp") if kernels == "FP8" else model.fp8

@@ -76,12 +76,13 @@ def test_a_column_of_the_stages_takes_a_value_a_stage():
     assert [stage.lr_scale for stage in config.stages] == [1.0,
                                                            2.0] and type(config.stages[0].lr_scale) is float
     assert config.stages[0].multi_token == ((1, 1), (0.5, 0.0))
+    assert [stage.lr_scale for stage in parsed("--lr_scale", "3").stages] == [3.0, 3.0]      # or one for all
     assert change(config, lr_scale=(3.0, 4.0), steps=5).stages[1] == Stage(512, (5, 11), 4.0, ((1, 1),))
 
 
 @pytest.mark.parametrize("argv, message", [
     (["--windows", "(1,3),(3,7),(5,11)"], "--windows has 3 values, but there are 2 stages; give one a stage"),
-    (["--batch_tokens", "64"], "--batch_tokens has 1 value, but there are 2 stages; give one a stage"),
+    (["--batch_tokens", "64,64,64"], "--batch_tokens has 3 values, but there are 2 stages; give one a stage"),
     (["--windows", "1,3"], "--windows 1,3: expected 2 values in brackets, each a whole number in place of 1"),
     (["--batch_tokens", "64,many"], "--batch_tokens 64,many: expected a list, each a whole number from 1"),
     (["--batch_tokens", "64,0"], "--batch_tokens 64,0: expected a whole number from 1 to .* in place of 0"),

@@ -147,14 +147,12 @@ def candidates(config) -> dict[int, int]:
 
     The loader measures it over many steps. One micro-batch tells nearly as much, at once.
     """
-    if not config.softmax_samples:
-        return {}
     text = open_shard(shards_in(config.data_path, "val")[0], config.vocab_size)
     found = {}
-    for tokens in {stage.batch_tokens for stage in config.stages}:
+    for tokens, samples in {(stage.batch_tokens, stage.softmax_samples) for stage in config.stages}:
         seen = len(np.unique(text[:tokens // config.micro_batches]))
-        wanted = round_up(int(1.1 * seen) + config.softmax_samples, 256)
-        found[tokens] = min(wanted, config.padded_vocab)
+        wanted = min(round_up(int(1.1 * seen) + samples, 256), config.padded_vocab)
+        found[tokens] = max(found.get(tokens, 0), wanted if samples else 0)
     return found
 
 

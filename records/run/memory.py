@@ -5,6 +5,7 @@ tensors have shapes and no memory, and take one step of each kind and one valida
 the GPU, kernels left out. A dispatch mode sees every tensor come and go. That takes a second or two and needs
 no free memory. Three things are stood in for: what torch.compile fuses, FlashAttention, and the other ranks.
 """
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -195,7 +196,7 @@ class Need(NamedTuple):
 
 def heaviest(steps: Iterable) -> list:
     """The steps that no other one is sure to need as much memory as."""
-    sizes = {(step.batch_tokens, not step.sampled, len(step.multi_token), step.update_adam): step
+    sizes = {(step.batch_tokens, step.samples or math.inf, len(step.multi_token), step.update_adam): step
              for step in steps}
     return [step for size, step in sizes.items()
             if not any(other != size and all(map(ge, other, size)) for other in sizes)]
@@ -226,7 +227,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
                              loss=torch.zeros((), device=META))
         made = counter.live
         for step in heaviest(kinds):
-            sampled = candidates[step.batch_tokens] if step.sampled else 0
+            sampled = candidates[step.batch_tokens] if step.samples else 0
             batch = empty_batch(step.batch_tokens // config.micro_batches, sampled, step.sequence_length)
             before = counter.restart()
             trainer.program(step, [batch] * min(on_each, 2))

@@ -3,8 +3,8 @@
 This module knows nothing of the program whose settings these are. It knows four things about a configuration:
 the field `preset` names where it began, `layers` is a table that has no flag, `stages` is a table with one
 row a stage of training whose columns are flags (`--batch_tokens 1024,2048,3072` gives each of three stages
-its value), and every other field is a flag that takes one value. What a value may be is the type of its
-field (kinds.py).
+its value, `--batch_tokens 1024` all of them), and every other field is a flag that takes one value. What a
+value may be is the type of its field (kinds.py).
 """
 import argparse
 import ast
@@ -92,11 +92,15 @@ def flat(config: Config) -> dict[str, object]:
 
 
 def change(config: Config, **values: object) -> Config:
-    """`dataclasses.replace` that also takes columns of the stage table by name: one value for each stage."""
+    """`dataclasses.replace` that also takes columns of the stage table by name.
+
+    A column has one value for each stage, or one for all.
+    """
     stages = values.pop("stages", getattr(config, "stages", ()))
     for name in columns(config):
         if name in values:
             column = values.pop(name)
+            column = column * len(stages) if len(column) == 1 else column
             if len(column) != len(stages):
                 plural = "s" * (len(column) != 1)
                 known = f"there {'is 1 stage' if len(stages) == 1 else f'are {len(stages)} stages'}"
