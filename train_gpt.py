@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from data import embedded
+from data.canonical import gpt2_never
 from data.classes import gpt2_classes
 from data.loader import Batch, Loader, StepShape, TextSettings, to_device
 from data.packing import round_up
@@ -174,6 +175,9 @@ class Config:
     # channels (kernels/copying; an open proposal to the public speedrun). An earlier form was worth 0.016 on
     # `clean` and 0.062 on `fineweb` (one run of half the length); this one was not compared with none.
     copy_channels: Count = 0        # a power of two, as 128; 0: none
+    # Where the model is scored, tokens that GPT-2's encoder never writes next have no probability
+    # (data/canonical.py; record 91 of the public speedrun, by its authors 0.0017). Not measured here yet.
+    canonical: bool = False
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
@@ -447,6 +451,8 @@ class GPT(nn.Module):
             [window * config.window_block for window in long], most, int(config.qk_dim * config.rotary_share),
             config.rotary_base, config.attention_scale, config.yarn, device)
         self.loss_weights = torch.ones(3, device=device)
+        never = gpt2_never(config.padded_vocab) if config.canonical else None
+        self.never = None if never is None else torch.from_numpy(never).to(device)      # by the token before
         valued = [i for i in range(depth) if config.layers[i].value_embedding and config.value_embeddings]
         self.value_index = {layer: i for i, layer in enumerate(valued)}     # which table and gate a layer has
 
@@ -570,7 +576,8 @@ class GPT(nn.Module):
         """Both losses from what the head sees; with candidates, over a sample of the vocabulary."""
         weights, in_fp8 = self.loss_weights[:len(step.multi_token)], "head" in self.fp8
         mixture = self.copy_head.mixture(x, batch, self.ops.copy_inputs, self.ops.pointer_sums)
-        wanted = loss.Targets(batch.targets, is_start, weights, mixture)
+        never = loss.ruled_out(self.never, batch.tokens)
+        wanted = loss.Targets(batch.targets, is_start, weights, mixture, never)
         if not len(batch.candidates):
             return self.ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
         head = self.ops.lookup(self.head, embedding.already_sorted(batch.candidates))
@@ -992,10 +999,7 @@ class Trainer:
         embedded.provide(config.data_path, world.rank, world.barrier)
         check_scores(config.score)
         world.be_deterministic(config.deterministic)
-        self.text = TextSettings(config.data_path, config.vocab_size, config.padded_vocab,
-                                 config.document_start, config.epochs, config.keep_tails,
-                                 config.micro_batches, config.seed)
-        shapes = [step.shape for step in self.schedule]
+        self.text, shapes = TextSettings.of(config), [step.shape for step in self.schedule]
         self.loader = Loader(self.text, shapes, world.rank, world.size, world.device)
         self.chunks = config.val_tokens, config.val_chunk, config.val_sequence_length, world.size
         self.validation = scored_text("val", self.text, *self.chunks)

@@ -1,9 +1,9 @@
 """Classes of tokens, for n-grams that ignore case, accents and spaces: " The", "the" and "THE" are one.
 
-    python -m data.classes gpt2.tiktoken        # writes data/gpt2_classes.npz anew from GPT-2's ranks
+    python -m data.classes gpt2.tiktoken        # writes data/gpt2.npz anew from GPT-2's ranks
 
 The 50,257 tokens of GPT-2 fall into 32,993 classes. A table of n-grams then has fewer n-grams to hold. The
-idea is from the public speedrun's record 92.
+idea is from the public speedrun's record 92. The file also has the bytes of each token, for canonical.py.
 """
 import argparse
 import unicodedata
@@ -15,7 +15,7 @@ import numpy as np
 from data.errors import one_line_errors
 from data.vocabulary import read_ranks
 
-GPT2, GPT2_SIZE = Path(__file__).parent / "gpt2_classes.npz", 50257
+GPT2, GPT2_SIZE = Path(__file__).parent / "gpt2.npz", 50257
 
 
 def normalised(token: bytes) -> str | None:
@@ -43,6 +43,14 @@ def gpt2_classes() -> np.ndarray:
         return saved["classes"].astype(np.int32)
 
 
+@lru_cache
+def gpt2_tokens() -> list[bytes]:
+    """The bytes of each of GPT-2's 50,256 tokens of text, by rank."""
+    with np.load(GPT2, allow_pickle=False) as saved:
+        text, ends = saved["text"].tobytes(), np.cumsum(saved["lengths"], dtype=np.int64).tolist()
+    return [text[start:end] for start, end in zip([0, *ends], ends)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m data.classes", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -50,9 +58,10 @@ def main() -> None:
                         help="of ranks, as for python -m data.text --vocabulary")
     with one_line_errors(parser, "ranks") as options:
         ranks = read_ranks(options.ranks)
-        classes = token_classes(sorted(ranks, key=ranks.get))
-        classes = np.append(classes, np.int32(len(classes)))        # the start of a document
-        np.savez_compressed(GPT2, classes=classes.astype(np.uint16))
+        tokens = sorted(ranks, key=ranks.get)
+        classes = np.append(token_classes(tokens), np.int32(len(tokens)))       # the start of a document
+        text, lengths = np.frombuffer(b"".join(tokens), np.uint8), np.array(list(map(len, tokens)), np.uint8)
+        np.savez_compressed(GPT2, classes=classes.astype(np.uint16), text=text, lengths=lengths)
         print(f"{GPT2}: {len(classes):,} tokens, {len(np.unique(classes)):,} classes")
 
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -31,6 +31,11 @@ class TextSettings:
     keep_tails: bool            # train on what a cut document leaves over, as sequences of their own
     micro_batches: int          # in how many parts the batch of a step is packed, on any number of ranks
     seed: int                   # of the sample of a sampled softmax; nothing else here depends on it
+
+    @classmethod
+    def of(cls, config) -> "TextSettings":
+        """Those of a run with the settings `config`."""
+        return cls(config.data_path, *(getattr(config, field.name) for field in fields(cls)[1:]))
 
 
 class StepShape(NamedTuple):

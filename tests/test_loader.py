@@ -27,19 +27,12 @@ def shapes(config) -> list[StepShape]:
             for step in train_gpt.Schedule(config)]
 
 
-def text_settings(config) -> TextSettings:
-    return TextSettings(folder=config.data_path, vocab_size=config.vocab_size,
-                        padded_vocab=config.padded_vocab, document_start=config.document_start,
-                        epochs=config.epochs, keep_tails=config.keep_tails,
-                        micro_batches=config.micro_batches, seed=config.seed)
-
-
 def loader(config, rank=0, ranks=1, device=CPU) -> Loader:
-    return Loader(text_settings(config), shapes(config), rank, ranks, device)
+    return Loader(TextSettings.of(config), shapes(config), rank, ranks, device)
 
 
 def validation(config) -> list:
-    return scored_text("val", text_settings(config), config.val_tokens, config.val_chunk,
+    return scored_text("val", TextSettings.of(config), config.val_tokens, config.val_chunk,
                        config.val_sequence_length).batches
 
 
@@ -131,7 +124,7 @@ def test_a_micro_batch_with_more_sequences_than_its_bound_ends_early(config):
     """Nothing is lost: the next one begins where it ended. What is left of it is not scored."""
     narrow = {stage.batch_tokens: Bounds(2, 0) for stage in config.stages}
     config = replace(config, keep_tails=True)
-    plan, seen = Loader(text_settings(config), shapes(config), 0, 1, CPU, bounds=narrow), []
+    plan, seen = Loader(TextSettings.of(config), shapes(config), 0, 1, CPU, bounds=narrow), []
     for index, shape in enumerate(plan.shapes):
         for batch in plan.batches(index):
             scored = batch.targets >= 0

@@ -39,6 +39,7 @@ class Reader:
         self.past: list[tuple[Tensor, ...]] = []
         # The copy head's keys, (samples, read, channels).
         self.copied = torch.empty(1, 0, config.copy_channels, device=self.model.device)
+        self.model.never = None         # A prompt may end inside a word, where any token may follow.
         self.qkv, self.rows = self.model.ops.qkv, self.model.guesses.rows
         self.model.attention, self.model.guesses.rows = self.attend, self.guess
         self.model.ops = self.model.ops._replace(

@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,8 +80,7 @@ def score_documents(saved: Saved, documents: Iterable[np.ndarray]) -> tuple[floa
 def score_shards(saved: Saved, folder: Path, tokens: int) -> float:
     """The loss, nats a token, of the first `tokens` of shards' validation text, as a run computes it."""
     config = saved.model.config
-    settings = TextSettings(str(folder), config.vocab_size, config.padded_vocab, config.document_start, 1,
-                            True, 1, 0, 0)
+    settings = TextSettings.of(replace(config, data_path=str(folder)))
     text = scored_text("val", settings, tokens, config.val_chunk, config.val_sequence_length)
     total = sum(saved.model(to_device(batch, saved.model.device), saved.step)[1].double()
                 for batch in text.batches)

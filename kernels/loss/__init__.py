@@ -14,4 +14,5 @@ from kernels.loss.head import (
     head_loss,
     head_loss_reference,
     later_targets,
+    ruled_out,
 )

@@ -10,6 +10,9 @@ gradient for o is −h, with h = σ(o + l) the other source's share in the sum. 
 would shrink to 1 − h of itself. We leave that factor out, and the logits learn as if they were alone. With it
 the model learns least where it could copy, and ends worse (records/ideas.md).
 
+Tokens that cannot come next (data/canonical.py) may be left out: their s is -NEVER, as good as -infinity, but
+a mixture still has its other part.
+
 The logits are read twice. First one program a token sums c e^s along its row and takes the losses. Then one
 program a tile writes p ds/dz with p = Σ_k w_k c e^s / Σ c e^s, in bfloat16 or FP8, over the logits if wanted,
 and also transposed for the FP8 matmul of the head's gradient, which contracts over tokens. Last, the entries
@@ -29,6 +32,7 @@ from kernels.example import Example
 from kernels.loss.cross_entropy_kernels import gradient_kernel, loss_kernel, target_kernel
 
 SOFTCAP = CAP, SHIFT, WIDTH = 23.0, 5.0, 7.5
+NEVER = 1e3
 # (tile rows, tile columns, warps) of the gradient; the first is used, with its transpose the second.
 CONFIGS = [(32, 128, 4), (64, 128, 8), (64, 64, 4)]
 
@@ -36,14 +40,16 @@ CONFIGS = [(32, 128, 4), (64, 128, 8), (64, 64, 4)]
 def cross_entropy_reference(
     logits: Tensor, targets: Tensor, weights: Tensor, scale: Tensor | None = None,
     grad_dtype: torch.dtype | None = None, candidate_weights: Tensor | None = None,
-    log_odds: Tensor | None = None,
+    log_odds: Tensor | None = None, never: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Plain PyTorch form: the losses; with a `grad_dtype` also the gradient that `cross_entropy` writes."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     sigma = torch.sigmoid((logits.to(dtype) + SHIFT) / WIDTH)
     weight = weights.to(dtype) * (targets >= 0)  # (tokens, k)
     log_counts = 0 if candidate_weights is None else candidate_weights.to(dtype).log()
-    log_p = torch.log_softmax(CAP * sigma + log_counts, dim=-1)
+    scores = CAP * sigma + log_counts
+    scores = scores if never is None else scores.masked_fill(set_bits(never, logits.shape[1]), -NEVER)
+    log_p = torch.log_softmax(scores, dim=-1)
     losses = -((targets >= 0) * log_p.gather(1, targets.clamp(min=0).long()))
     if log_odds is not None:
         first = torch.arange(targets.shape[1], device=targets.device) == 0
@@ -58,6 +64,12 @@ def cross_entropy_reference(
         grad /= scale
     limit = torch.finfo(grad_dtype).max
     return losses, grad.clamp(-limit, limit).to(grad_dtype)
+
+
+def set_bits(never: Tensor, columns: int) -> Tensor:
+    """Where the bits of never (n, ceil(columns / 8)) uint8 are 1, lowest first: (n, columns) bool."""
+    bits = never[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=never.device) & 1
+    return bits.flatten(1)[:, :columns].bool()
 
 
 def check_inputs(logits: Tensor, targets: Tensor, weights: Tensor, grad: Tensor | None,
@@ -78,6 +90,10 @@ def check_inputs(logits: Tensor, targets: Tensor, weights: Tensor, grad: Tensor 
           "(vocabulary, tokens) of grad's dtype, and given only with grad")
     check(scale is None or scale.numel() == 1 and scale.dtype == torch.float32, "scale", scale,
           "one float32, or None")
+    never, eighth = by_row[2], -(-vocabulary // 8)
+    check(never is None or never.shape == (tokens, eighth) and never.dtype == torch.uint8
+          and never.is_contiguous() and grad is None and targets.shape[1] == 1, "never", never,
+          f"contiguous uint8 ({tokens}, {eighth}) for one target without gradient, or None")
     for name, x, length in (("candidate_weights", by_column, vocabulary), ("log_odds", by_row[0], tokens),
                             ("share", by_row[1], tokens)):
         check(x is None or x.shape == (length,) and x.dtype == torch.float32 and x.is_contiguous(), name, x,
@@ -94,10 +110,12 @@ def cross_entropy(
     candidate_weights: Tensor | None = None,  # (vocabulary,) float32: times e^s; 1 for every target
     log_odds: Tensor | None = None,  # (tokens,) float32: of the first target by another source; -inf: none
     share: Tensor | None = None,  # (tokens,) float32: receives that source's share, if there is a grad
+    never: Tensor | None = None,  # (tokens, ceil(vocabulary / 8)) uint8: bits of tokens that cannot come next
     tuned: tuple[int, int, int] | None = None,
 ) -> Tensor:
     """The unweighted losses (tokens, k) float32 of each token's targets; fills `grad`, of any dtype."""
-    check_inputs(logits, targets, weights, grad, transposed, scale, candidate_weights, (log_odds, share))
+    check_inputs(logits, targets, weights, grad, transposed, scale, candidate_weights,
+                 (log_odds, share, never))
     (tokens, vocabulary), k, weighted = logits.shape, targets.shape[1], candidate_weights is not None
     losses = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     if tokens == 0:
@@ -107,9 +125,10 @@ def cross_entropy(
     if (mixed := log_odds is not None) and grad is not None and share is None:
         share = losses.new_empty(tokens)
     loss_kernel[(tokens,)](
-        logits, targets, weights, candidate_weights, log_odds, losses, weight_over_sum, sigma, share,
-        vocabulary, logits.stride(0), SOFTCAP=SOFTCAP, WEIGHTED=weighted, MIXED=mixed, TARGETS=k,
-        GRADIENT=grad is not None, BLOCK=1024, num_warps=4)
+        logits, targets, weights, candidate_weights, log_odds, never, losses, weight_over_sum, sigma, share,
+        vocabulary, (logits.stride(0), 0 if never is None else never.stride(0)), SOFTCAP=SOFTCAP, NEVER=NEVER,
+        WEIGHTED=weighted, MIXED=mixed, MASKED=never is not None, TARGETS=k, GRADIENT=grad is not None,
+        BLOCK=1024, num_warps=4)
     if grad is not None:
         rows, columns, warps = tuned or CONFIGS[transposed is not None]
         form = dict(SOFTCAP=SOFTCAP, SCALED=scale is not None, TRANSPOSE=transposed is not None)
@@ -127,34 +146,42 @@ def cross_entropy(
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
     """The loss alone, with its gradient in `dtype`, and on GPUs with one in FP8 and its transpose."""
-    def inputs(tokens: int, vocabulary: int, k: int, sampled: bool) -> tuple:
+    def inputs(tokens: int, vocabulary: int, k: int, sampled: bool, masked: bool) -> tuple:
         seen = vocabulary // 2 if sampled else vocabulary
         weights, scale = (torch.tensor(x, device=device) for x in ([1.0, 0.5, 0.25][:k], 0.75 / 448))
         targets = torch.randint(seen, (tokens, k), device=device)
         counts = torch.where(torch.arange(vocabulary, device=device) < seen, 1.0, 4.0) if sampled else None
-        return (torch.randn(tokens, vocabulary, device=device) * 4).to(dtype), targets, weights, scale, counts
+        logits = (torch.randn(tokens, vocabulary, device=device) * 4).to(dtype)
+        bits = torch.randint(256, (tokens, -(-vocabulary // 8)), device=device, dtype=torch.uint8)
+        never = bits & bits.roll(1, 0) & bits.roll(2, 0) if masked else None     # an eighth of them
+        return logits, targets, weights, scale, counts, never
 
-    def kernel(logits, targets, weights, scale, counts, out: torch.dtype | None, both: bool, tuned=None):
+    def kernel(logits, targets, weights, scale, counts, never, out: torch.dtype | None, tuned=None):
         grad = None if out is None else torch.empty_like(logits, dtype=out)
-        transposed = grad.new_empty(logits.shape[::-1]) if both else None
-        losses = cross_entropy(logits, targets, weights, grad, transposed, scale, counts, tuned=tuned)
+        transposed = grad.new_empty(logits.shape[::-1]) if out == torch.float8_e5m2 else None
+        losses = cross_entropy(
+            logits, targets, weights, grad, transposed, scale, counts, never=never, tuned=tuned)
         return losses, grad, transposed
 
-    def reference(logits, targets, weights, scale, counts, out: torch.dtype | None, both: bool):
-        losses, grad = cross_entropy_reference(logits, targets, weights, scale, out, counts)
+    def reference(logits, targets, weights, scale, counts, never, out: torch.dtype | None, both: bool):
+        losses, grad = cross_entropy_reference(logits, targets, weights, scale, out, counts, None, never)
         return losses, grad, grad.mT.contiguous() if both else None
 
     real = size == "real"
     fp8_too = real or device.type == "cuda"  # The interpreter miscomputes small numbers in e5m2.
     shapes = [(16384, 50304), (49152, 50304), (49152, 16384)] if real else [(5, 100), (3, 2100)]
-    forms = [(1, None, False), (3, dtype, False)] + [(3, torch.float8_e5m2, True)] * fp8_too
-    for (tokens, vocabulary), (k, out, both) in ((shape, form) for shape in shapes for form in forms):
+    forms = [(1, None, False, False), (1, None, False, True), (3, dtype, False, False)]
+    forms += [(3, torch.float8_e5m2, True, False)] * fp8_too
+    for (tokens, vocabulary), (k, out, both, masked) in ((shape, form) for shape in shapes for form in forms):
         sampled = vocabulary in (16384, 2100)
-        kind = "loss only" if out is None else f"gradient {out}{' + transpose' * both}".replace("torch.", "")
+        kind = "loss only" + ", masked" * masked
+        if out is not None:
+            kind = f"gradient {out}{' + transpose' * both}".replace("torch.", "")
         yield Example(
             f"cross-entropy{' of a sample' * sampled}, {k} targets, {kind}", f"{tokens:,} × {vocabulary:,}",
-            partial(inputs, tokens, vocabulary, k, sampled), partial(kernel, out=out, both=both),
+            partial(inputs, tokens, vocabulary, k, sampled, masked), partial(kernel, out=out),
             partial(reference, out=out, both=both),
             bytes=tokens * vocabulary * (2.0 + (out.itemsize * (1 + both) if out else 0)),
             exact=partial(reference, out=out and torch.float64, both=both),
-            check_inputs=partial(inputs, min(tokens, 1024), vocabulary, k, sampled), configs=tuple(CONFIGS))
+            check_inputs=partial(inputs, min(tokens, 1024), vocabulary, k, sampled, masked),
+            configs=tuple(CONFIGS))

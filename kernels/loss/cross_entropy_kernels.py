@@ -7,7 +7,8 @@ targets and the counts c of the candidates the gradient of Σ_k w_k l_k is
 
 `loss_kernel` leaves Σ_k w_k / Σ c e^(s − CAP) of each token in `weight_over_sum`, and σ at its targets in
 `sigma`. Where the first target's probability is mixed (MIXED), the other source's share h of the mixture is
-left in `share`; the gradient of the logits is that of the logits alone.
+left in `share`; the gradient of the logits is that of the logits alone. With MASKED the sum leaves out the
+tokens whose bits are set in `never`, and the score s of such a target is -NEVER.
 """
 from kernels.backend import tl, triton
 
@@ -51,24 +52,29 @@ def scaled_slope(sigma, scale_ptr, CAP: tl.constexpr, WIDTH: tl.constexpr, SCALE
 
 
 @triton.jit
-def loss_kernel(logits_ptr, targets_ptr, weights_ptr, counts_ptr, odds_ptr, losses_ptr, weight_over_sum_ptr,
-                sigma_ptr, share_ptr, vocabulary, logits_stride, SOFTCAP: tl.constexpr,
-                WEIGHTED: tl.constexpr, MIXED: tl.constexpr, TARGETS: tl.constexpr, GRADIENT: tl.constexpr,
-                BLOCK: tl.constexpr):
+def loss_kernel(logits_ptr, targets_ptr, weights_ptr, counts_ptr, odds_ptr, never_ptr, losses_ptr,
+                weight_over_sum_ptr, sigma_ptr, share_ptr, vocabulary, strides, SOFTCAP: tl.constexpr,
+                NEVER: tl.constexpr, WEIGHTED: tl.constexpr, MIXED: tl.constexpr, MASKED: tl.constexpr,
+                TARGETS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     CAP: tl.constexpr = SOFTCAP[0]
     SHIFT: tl.constexpr = SOFTCAP[1]
     WIDTH: tl.constexpr = SOFTCAP[2]
     token = tl.program_id(0).to(tl.int64)
+    logits_stride, never_stride = strides
     logits_ptr += token * logits_stride
     block = tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         inside = start + block < vocabulary
         sigma = sigmoid(tl.load(logits_ptr + start + block, mask=inside, other=0.0), SHIFT, WIDTH)
+        counted = inside
+        if MASKED:
+            bits = tl.load(never_ptr + token * never_stride + (start + block) // 8, mask=inside, other=0)
+            counted = inside & (((bits.to(tl.int32) >> (block % 8)) & 1) == 0)
         if WEIGHTED:
-            sums += exp_below_cap(sigma, CAP) * tl.load(counts_ptr + start + block, mask=inside, other=0.0)
+            sums += exp_below_cap(sigma, CAP) * tl.load(counts_ptr + start + block, mask=counted, other=0.0)
         else:
-            sums += tl.where(inside, exp_below_cap(sigma, CAP), 0.0)
+            sums += tl.where(counted, exp_below_cap(sigma, CAP), 0.0)
     total = tl.sum(sums)
     weight = 0.0
     for k in tl.static_range(TARGETS):
@@ -77,6 +83,10 @@ def loss_kernel(logits_ptr, targets_ptr, weights_ptr, counts_ptr, odds_ptr, loss
         w = tl.where(known, tl.load(weights_ptr + k), tl.where(target < 0, 0.0, float("nan")))
         sigma = sigmoid(tl.load(logits_ptr + target, mask=known, other=0.0), SHIFT, WIDTH)
         loss = tl.log(total) + CAP * (1 - sigma)
+        if MASKED:
+            bits = tl.load(never_ptr + token * never_stride + target // 8, mask=known, other=0)
+            is_never = ((bits.to(tl.int32) >> (target % 8).to(tl.int32)) & 1) != 0
+            loss = tl.where(is_never, tl.log(total) + CAP + NEVER, loss)
         if MIXED and k == 0:
             # With u = odds + loss the mixture adds log(1 + e^u) to the logarithm of p; h = σ(u).
             u = tl.load(odds_ptr + token) + loss

@@ -29,7 +29,7 @@ from kernels.fp8.matmul import (
 )
 from kernels.fp8.quantize import quantize
 from kernels.gradients import Gradient
-from kernels.loss.cross_entropy import CAP, SHIFT, WIDTH, cross_entropy
+from kernels.loss.cross_entropy import CAP, NEVER, SHIFT, WIDTH, cross_entropy, set_bits
 
 
 class Mixture(NamedTuple):
@@ -47,10 +47,17 @@ class Targets(NamedTuple):
     is_start: Tensor  # (n,) bool: a sequence starts here
     weights: Tensor  # (k,) float32: loss weights of the next 1 ... k tokens
     mixture: Mixture | None = None  # for the next token; None: the head alone
+    # (n, rows of the head / 8) uint8: bits of tokens that cannot come next, where there are no gradients
+    never: Tensor | None = None
 
     def ahead(self) -> list[Tensor]:
         """The targets 1 ... k tokens ahead, (n,) each; -1 beyond the sequence's own last target."""
         return later_targets(self.targets, self.is_start, len(self.weights))
+
+
+def ruled_out(never: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """`Targets.never` behind tokens (n,), by a row of `never` a token; None where there are gradients."""
+    return None if never is None or torch.is_grad_enabled() else never[tokens]
 
 
 def later_targets(targets: Tensor, is_start: Tensor, count: int) -> list[Tensor]:
@@ -87,6 +94,8 @@ def head_loss_reference(
     """Plain PyTorch form of `head_loss`. Softcapped logits lie in (0, 23), so Σ e^s needs no maximum."""
     logits = fp8_linear(x, head) if fp8 else F.linear(x, head)
     logits = CAP * torch.sigmoid((logits.float() + SHIFT) / WIDTH)
+    if wanted.never is not None:
+        logits = logits.masked_fill(set_bits(wanted.never, len(head)), -NEVER)
     exponentials = logits.exp() if candidate_weights is None else logits.exp() * candidate_weights
     log_normaliser = exponentials.sum(-1).log()
     # A comparison fuses with its neighbours when compiled. The gradient of a gather does not.
@@ -110,9 +119,10 @@ def deliver(made: Tensor, grad: Gradient | None) -> Tensor | None:
 
 class HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, head: Tensor, log_odds: Tensor | None, targets: Tensor, weights: Tensor,
+    def forward(ctx, x: Tensor, head: Tensor, log_odds: Tensor | None, targets: Tensor, all_wanted: Targets,
                 fp8: bool, candidate_weights: Tensor | None, grad: Gradient | None) -> tuple[Tensor, Tensor]:
         ctx.fp8, ctx.grad, wanted = fp8, grad, any(ctx.needs_input_grad)
+        weights = all_wanted.weights
         logits_grad = transposed = scale = share = None
         if fp8:
             scales = HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE
@@ -132,7 +142,7 @@ class HeadLoss(torch.autograd.Function):
             share = None if log_odds is None else torch.empty_like(log_odds)
             ctx.save_for_backward(weights, share, *kept)
         losses = cross_entropy(logits, targets, weights, logits_grad, transposed, scale, candidate_weights,
-                               log_odds, share).sum(0)
+                               log_odds, share, all_wanted.never).sum(0)
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 
@@ -169,7 +179,7 @@ def head_loss(
     targets, mixture = torch.stack(wanted.ahead(), dim=1), wanted.mixture
     log_odds = mixture.log_odds if mixture else None
     total, losses = HeadLoss.apply(
-        x, head, log_odds, targets, wanted.weights, fp8, candidate_weights, grad)
+        x, head, log_odds, targets, wanted, fp8, candidate_weights, grad)
     if mixture is None:
         return total, losses[0]
     more = -mixture.log_rest.masked_fill(wanted.targets < 0, 0).sum()

@@ -75,6 +75,8 @@ def model_faults(c) -> Iterator[Fault]:
            "near_match and retrieval need the n-gram table, which is off; set both to none")
     yield (c.ngram_classes and c.vocab_size != GPT2_SIZE, "ngram_classes vocab_size",
            f"only GPT-2's {GPT2_SIZE} tokens have classes; use --ngram_classes false")
+    yield (c.canonical and c.vocab_size != GPT2_SIZE, "canonical vocab_size",
+           f"only of GPT-2's {GPT2_SIZE} tokens is known which never follow; use --canonical false")
 
 
 def layer_faults(c) -> Iterator[Fault]:
