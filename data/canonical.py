@@ -18,8 +18,10 @@ from collections import defaultdict
 from functools import lru_cache
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from data.classes import gpt2_tokens
+from data.classes import GPT2_SIZE, gpt2_tokens
 
 NEVER = 1 << 30                 # a rank beyond all others
 # The encoder cuts these off whatever letters follow, so that a word may end inside of one.
@@ -108,6 +110,13 @@ def impossible_pairs(tokens: list[bytes], columns: int) -> np.ndarray:
 
 
 @lru_cache
-def gpt2_never(columns: int) -> np.ndarray:
-    """The impossible pairs of GPT-2's 50,257 tokens, (50257, columns / 8) uint8. It takes 4 s."""
+def gpt2_pairs(columns: int) -> np.ndarray:
+    """The impossible pairs of GPT-2's tokens. It takes 4 s."""
     return impossible_pairs(gpt2_tokens(), columns)
+
+
+def gpt2_never(columns: int, device: torch.device) -> Tensor:
+    """The same on a device: (50257, columns / 8) uint8. On the meta device only its size is worked out."""
+    if device.type == "meta":
+        return torch.empty(GPT2_SIZE, columns // 8, dtype=torch.uint8, device=device)
+    return torch.from_numpy(gpt2_pairs(columns)).to(device)

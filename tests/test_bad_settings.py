@@ -1,6 +1,4 @@
 """No setting ends in a traceback: it is refused in one line that names it, or what it asks for is trained."""
-import contextlib
-import io
 import math
 import os
 import random
@@ -14,7 +12,7 @@ import train_gpt
 from data.shards import ShardError
 from kernels.ranks.collectives import Collectives
 from records.recipes.medium import MEDIUM
-from records.run import checks, settings
+from records.run import checks, explain, settings
 from records.run.kinds import Between, OneOf, is_names, parts
 from records.run.settings import UserError
 
@@ -154,7 +152,7 @@ def is_tiny(config: train_gpt.Config) -> bool:
     """Whether two steps take no time."""
     model = train_gpt.GPT(config, torch.device("meta"), Collectives(1))
     tokens = [config.val_chunk, config.val_tokens, *(stage.batch_tokens for stage in config.stages)]
-    return model.parameter_count() < 500_000 and sum(tokens) < 2000 and config.micro_batches <= 4
+    return explain.parameter_count(model) < 500_000 and sum(tokens) < 2000 and config.micro_batches <= 4
 
 
 def trains(config: train_gpt.Config) -> bool:
@@ -189,8 +187,9 @@ def test_settings_at_random(shards):
         except Exception as error:
             raise AssertionError(texts) from error
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                train_gpt.print_tables(config, 2, True)
+            meta = torch.device("meta")
+            groups = train_gpt.parameter_groups(train_gpt.GPT(config, meta, Collectives(2)), config)
+            explain.tables_text(groups, train_gpt.Schedule(config), 2)
             if trained < i // 50 and is_tiny(config):
                 trained += trains(config)
         except Exception as error:

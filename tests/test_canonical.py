@@ -70,7 +70,7 @@ def test_of_which_kind_characters_are():
 
 @pytest.fixture(scope="module")
 def never() -> np.ndarray:
-    return gpt2_never(COLUMNS)
+    return gpt2_never(COLUMNS, CPU).numpy()
 
 
 def test_pairs_of_gpt2(never):

@@ -96,6 +96,30 @@ def test_no_later_token_changes_an_earlier_loss(config):
         assert loss_before(place) != pytest.approx(kept, rel=1e-6)
 
 
+def test_a_model_of_fp8_is_scored_in_bfloat16_if_that_is_wanted(config, trainer):
+    """Operations in FP8 stand in for the others, which are asked for the score alone."""
+    class AskedInFP8(Exception):
+        pass
+
+    def refuse(*_, **__):
+        raise AskedInFP8
+
+    def score(model: train_gpt.GPT) -> float:
+        return model.score(trainer.validation.batches[0], trainer.schedule.validation(0)).item()
+
+    wanted = score(trainer.model)
+    for name in ("norm_fork", "qkv", "mlp_input", "feed_forward"):
+        for val_fp8 in (True, False):
+            model = train_gpt.GPT(replace(config, val_fp8=val_fp8), CPU, Collectives(1))
+            model.ops, model.fp8 = model.ops._replace(**{name: refuse}), ("head",)
+            if val_fp8:
+                with pytest.raises(AskedInFP8):
+                    score(model)
+            else:
+                assert score(model) == wanted
+                assert model.fp8 == ("head",) and getattr(model.ops, name) is refuse
+
+
 @pytest.mark.parametrize("backend", ["flash4", "varlen"])
 def test_what_the_attention_libraries_are_asked_for(monkeypatch, backend):
     """Faults: a window that is one too long, no `causal`, keys of other sequences than the queries'."""

@@ -71,7 +71,7 @@ def score_documents(saved: Saved, documents: Iterable[np.ndarray]) -> tuple[floa
     longest, total, count = saved.model.config.val_sequence_length, 0.0, 0
     sequences = (piece for tokens in documents for piece in pieces(tokens, longest))
     for waiting, batch in packed(saved, sequences):
-        total += float(saved.model(batch, saved.step)[1])
+        total += float(saved.model.score(batch, saved.step))
         count += sum(length for *_, length in waiting)
     return total, count
 
@@ -82,7 +82,7 @@ def score_shards(saved: Saved, folder: Path, tokens: int) -> float:
     config = saved.model.config
     settings = TextSettings.of(replace(config, data_path=str(folder)))
     text = scored_text("val", settings, tokens, config.val_chunk, config.val_sequence_length)
-    total = sum(saved.model(to_device(batch, saved.model.device), saved.step)[1].double()
+    total = sum(saved.model.score(to_device(batch, saved.model.device), saved.step).double()
                 for batch in text.batches)
     return float(total) / text.tokens
 
@@ -101,7 +101,7 @@ def score_publicly(saved: Saved, folder: Path, tokens: int) -> float:
         lengths = np.diff([*starts, len(part) - 1]).tolist()
         sequences = [(part, start, length) for start, length in zip(starts, lengths)]
         batch = make_batch(sequences, len(part) - 1, len(sequences), max(lengths), config.document_start)
-        total += float(saved.model(to_device(batch, saved.model.device), saved.step)[1].double())
+        total += float(saved.model.score(to_device(batch, saved.model.device), saved.step).double())
     return total / tokens
 
 

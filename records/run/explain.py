@@ -27,15 +27,23 @@ def rates_text(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def timetables_text(groups, schedule, ranks: int) -> str:
-    """The timetable of every kind of step on so many ranks."""
-    config, traffic, parts = schedule.config, [group.traffic(ranks) for group in groups], []
+def tables_text(groups, schedule, ranks: int | None) -> str:
+    """The timetable of every kind of step on so many ranks, 0 for the most; with None the groups' rates."""
+    if ranks is None:
+        return rates_text(rates(groups))
+    config, parts, ranks = schedule.config, [], ranks or schedule.config.micro_batches
+    traffic = [group.traffic(ranks) for group in groups]
     layers = len(config.layers)
     for step in schedule.kinds().values():
         table = timetable(traffic, layers, step.tied, step.adam_updated, step.update_adam, config.overlap)
         parts += [f"\nSteps from {step.index} on, {ranks} ranks, tied {step.tied}, Adam {step.update_adam}\n",
                   timetable_text(table, layers)]
     return "\n".join(parts)
+
+
+def parameter_count(model) -> int:
+    """Of the whole model, the columns of the n-gram table on the other ranks included."""
+    return sum(p.numel() for p in model.parameters()) + model.ngrams.numbers_elsewhere()
 
 
 def run_facts(trainer) -> dict[str, object]:
@@ -46,7 +54,7 @@ def run_facts(trainer) -> dict[str, object]:
         "world_size": trainer.world.size,
         "attention": model.attention_backend, "attention_note": model.attention_note,
         "dtype": str(model.dtype), "fp8": bool(model.fp8), "fp8_parts": model.fp8,
-        "parameters": model.parameter_count(), "vocabulary": config.padded_vocab,
+        "parameters": parameter_count(model), "vocabulary": config.padded_vocab,
         "shards": len(loader.plan.text), "epochs": loader.epochs, "candidates": loader.candidates,
         "groups": rates(trainer.optimizer.groups)}
 

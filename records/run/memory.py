@@ -243,8 +243,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
         for chunk in chunks:
             batch = empty_batch(chunk, 0, config.val_sequence_length)
             before = counter.restart()
-            with torch.no_grad():
-                model(batch, schedule.validation(len(schedule)))
+            model.score(batch, schedule.validation(len(schedule)))
             validation[chunk] = counter.peak - before
         shards = [shard for shard in optimizer.shards.values() if hasattr(shard, "weights")]
         snapshot = sum(x.nbytes for shard in shards for x in {shard.weights, shard.weight})

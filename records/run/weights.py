@@ -25,6 +25,7 @@ from torch import Tensor
 
 from data.errors import printable
 from data.shards import open_regular, read_regular
+from records.run.explain import parameter_count
 from records.run.log import disk_errors, place_of
 from records.run.settings import UserError, shown
 
@@ -208,7 +209,7 @@ def save_model(model, report, log) -> list[str]:
                  "data": Path(config.data_path).name, "steps": len(report.losses), "tokens": report.tokens,
                  "time_s": round(report.clock.seconds, 3), "resumed_after": log.first,
                  "loss": report.validation_loss,
-                 "parameters": model.parameter_count(), "dense": dense, "written": written,
+                 "parameters": parameter_count(model), "dense": dense, "written": written,
                  "rows": 0 if table is None else len(table),
                  "vocabulary": VOCABULARIES.get(config.vocab_size)}
         scores = "".join(f"| {name}, nats a token | {loss:.4f} |\n" for name, loss in report.scores.items())
