@@ -47,7 +47,10 @@ def edges(token: bytes, ranks: dict[bytes, int]) -> tuple[list, list]:
 
 
 def kind(token: bytes, last: bool) -> str:
-    """Of a token's first or last character: "letter", "number", "space", "other" or "part" of a character."""
+    """What a token's first or last character is: a "letter", a "number", "other", or only "part" of one.
+
+    "blank" is the space that the encoder puts before a word, "space" is any other.
+    """
     for size in range(1, 5):
         try:
             character = (token[-size:] if last else token[:size]).decode()
