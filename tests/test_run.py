@@ -285,7 +285,9 @@ def test_a_hangup_ends_a_run_once_and_not_below_nohup(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_interrupt_leaves_a_complete_log(tmp_path, shards, number):
-    words = [sys.executable, "train_gpt.py", *SHORT, "--steps", "600", "--epochs", "2000"]
+    # A warm-up scores once for each validation that is to come.
+    words = [sys.executable, "train_gpt.py", *SHORTER, "--steps", "600", "--epochs", "2000", "--val_every",
+             "50"]
     variables = environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
     # `nohup` would have the tests, and the run with them, ignore that the terminal goes.
     heed = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
