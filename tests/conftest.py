@@ -23,6 +23,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"    # Triton reads this on import: kernels then run on the CPU.
 
+import interpreter  # noqa: E402
+
 import train_gpt  # noqa: E402
 from data.shards import write_shard  # noqa: E402
 from kernels.attention import qkv_kernels  # noqa: E402
@@ -30,6 +32,9 @@ from kernels.embedding import smearing  # noqa: E402
 from kernels.fp8 import scales, weights  # noqa: E402
 from kernels.mlp import residual_gradient  # noqa: E402
 from kernels.ngrams import shared_gradient  # noqa: E402
+
+if not torch.cuda.is_available():
+    interpreter.hasten()
 
 LARGE_TILES = {
     qkv_kernels: {"CONFIGS": [(128, 8)], "FP8_CONFIGS": [(128, 8)] * 2},

@@ -144,7 +144,8 @@ class World:
 
     def be_deterministic(self, on: bool) -> None:
         """Whether torch chooses operations that give the same bits in every run, which are slower."""
-        torch.use_deterministic_algorithms(on, warn_only=True)
+        if on or torch.are_deterministic_algorithms_enabled():      # Torch imports its compiler for this.
+            torch.use_deterministic_algorithms(on, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
 
     def release(self) -> None:
