@@ -589,8 +589,8 @@ class GPT(nn.Module):
         """Both losses from what the head sees; with candidates, over a sample of the vocabulary."""
         weights, in_fp8 = self.loss_weights[:len(step.multi_token)], "head" in self.fp8
         mixture = self.copy_head.mixture(x, batch, self.ops.copy_inputs, self.ops.pointer_sums)
-        never = loss.ruled_out(self.never, batch.tokens)
-        wanted = loss.Targets(batch.targets, is_start, weights, mixture, never)
+        wanted = loss.Targets(
+            batch.targets, is_start, weights, mixture, loss.ruled_out(self.never, batch.tokens))
         if not len(batch.candidates):
             return self.ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
         head = self.ops.lookup(self.head, embedding.already_sorted(batch.candidates))
@@ -987,10 +987,10 @@ class Schedule:
         windows = (last.windows[0], self.config.val_window) if steps_done == len(self) else last.windows
         return last._replace(windows=windows, multi_token=(1.0,))
 
-    def kinds(self) -> dict[tuple, Step]:
-        """The first step of each kind, in the run's order."""
-        first: dict[tuple, Step] = {}
-        for step in self:
+    def kinds(self, steps: Iterator[Step] | None = None) -> dict[tuple, Step]:
+        """The first step of each kind, in the run's order, of `steps` or of all."""
+        first = {}
+        for step in steps or self:
             first.setdefault(step.kind, step)
         return first
 
@@ -1094,14 +1094,15 @@ class Trainer:
         self.model.guesses.forget()
         del snapshot                                # Validation takes its memory.
         batch = to_device(self.validation.batches[0], self.world.device)
-        for steps_done in self.validation_points():
-            self.model.score(batch, self.schedule.validation(steps_done))
+        for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())).values():
+            self.model.score(batch, step)
         self.world.barrier()                        # Start-up takes as long as the slowest rank's.
 
     def validation_points(self) -> list[int]:
         """The numbers of steps after which the model is scored."""
-        every, last = self.config.val_every, len(self.schedule)
-        return [*(range(every, last, every) if every else ()), last]
+        last = len(self.schedule)
+        every = self.config.val_every or last
+        return [*range(every, last, every), last]
 
 
 def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int = 0) -> Report:

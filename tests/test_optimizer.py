@@ -321,8 +321,13 @@ def test_a_step_hands_its_numbers_to_every_update(trainer, monkeypatch):
 def test_warm_up_visits_every_kind(trainer, monkeypatch):
     seen = set()
     monkeypatch.setattr(train_gpt.Trainer, "step", lambda self, step, batches: seen.add(step.kind))
+    trainer.config, scored, score = replace(trainer.config, val_every=1), [], trainer.model.score
+    monkeypatch.setattr(trainer.model, "score", lambda batch, step: (scored.append(step), score(batch, step)))
     trainer.warm_up()
     assert seen == {step.kind for step in trainer.schedule} and len(seen) > 6
+    wanted = [trainer.schedule.validation(steps).kind for steps in trainer.validation_points()]
+    kinds = [step.kind for step in scored]
+    assert {*kinds} == {*wanted} and len(kinds) == len({*kinds}) < len(wanted)
 
 
 def test_untying_carries_weights_and_state_over(trainer):
