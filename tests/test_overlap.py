@@ -6,9 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_loader import text_settings
 
 from data import overlap
+from data.loader import TextSettings
 from data.scoring import check_scores, other_texts, scored_text
 from data.shards import ShardError, find_shards, open_shard, write_shard
 
@@ -48,7 +48,7 @@ def test_ngrams_are_found_as_by_a_plain_search(texts, n, monkeypatch):
 
 def test_the_two_parts_of_the_validation_text_add_up(texts, config, monkeypatch, capsys):
     folder, _ = texts
-    settings = replace(text_settings(config), folder=str(folder))
+    settings = replace(TextSettings.of(config), folder=str(folder))
     size = (700, 256, 64)
     assert list(other_texts(settings, (), *size, 1)) == []                   # not marked yet
     monkeypatch.setattr(sys, "argv", ["overlap", str(folder), "--document_start", "256", "--tokens", "700"])
@@ -68,7 +68,7 @@ def test_the_two_parts_of_the_validation_text_add_up(texts, config, monkeypatch,
 
 
 def test_other_texts_are_scored_where_they_lie(shards, tmp_path, config):
-    settings = text_settings(config)
+    settings = TextSettings.of(config)
     tokens = open_shard(find_shards(shards, "val")[0])
     write_shard(tmp_path / "val_000000.bin", tokens[:500])
     (text,) = other_texts(settings, (f"mine={tmp_path}:400", "gone:100"), 700, 256, 64, 1)
@@ -86,7 +86,7 @@ def test_another_text_that_goes_during_a_run_does_not_cost_it(shards, tmp_path, 
     wanted = [f"{name}={tmp_path / name}:400" for name in ("lost", "mine")]
     check_scores(wanted)
     damage(tmp_path / "lost" / "val_000000.bin")
-    (text,) = other_texts(text_settings(config), wanted, 700, 256, 64, 1)
+    (text,) = other_texts(TextSettings.of(config), wanted, 700, 256, 64, 1)
     assert text.name == "mine"
     assert capsys.readouterr().err.startswith("WARNING: --score lost was left out: ")
 
