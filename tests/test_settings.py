@@ -83,9 +83,9 @@ def test_a_column_of_the_stages_takes_a_value_a_stage():
 @pytest.mark.parametrize("argv, message", [
     (["--windows", "(1,3),(3,7),(5,11)"], "--windows has 3 values, but there are 2 stages; give one a stage"),
     (["--batch_tokens", "64,64,64"], "--batch_tokens has 3 values, but there are 2 stages; give one a stage"),
-    (["--windows", "1,3"], "--windows 1,3: expected 2 values in brackets, each a whole number in place of 1"),
+    (["--windows", "1,3"], "--windows 1,3: expected 2 values in brackets, each a whole number, not 1"),
     (["--batch_tokens", "64,many"], "--batch_tokens 64,many: expected a list, each a whole number from 1"),
-    (["--batch_tokens", "64,0"], "--batch_tokens 64,0: expected a whole number from 1 to .* in place of 0"),
+    (["--batch_tokens", "64,0"], "--batch_tokens 64,0: expected a whole number from 1 to .*not 0"),
     (["--stages", "3"], "unknown setting '--stages'"),
     (["--layers", "3"], "unknown setting '--layers'"),
     (["--stepz", "3"], "unknown setting '--stepz'; the nearest is --steps"),
@@ -180,7 +180,7 @@ def test_a_whole_number_becomes_a_float():
 def test_what_is_made_in_python_is_checked():
     check(PRESETS["small"])
     for changes, said in (({"lr": "fast"}, "--lr fast: expected a number"),
-                          ({"lengths": (2, 0.5)}, r"--lengths \(2, 0.5\): .* in place of 0.5"),
+                          ({"lengths": (2, 0.5)}, r"--lengths \(2, 0.5\): .*not 0.5"),
                           ({"windows": ((1, 2), (3,))}, r"--windows \(3,\): expected 2 values"),
                           ({"layers": (Layer(wide=2),)}, "--wide 2: expected true or false")):
         with pytest.raises(UserError, match=said):

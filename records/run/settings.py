@@ -72,7 +72,7 @@ def fitted(name: str, value: object, kind: type, text: str | None = None) -> obj
         return fit(value, kind)
     except Misfit as misfit:
         wanted, part = misfit.args
-        inside = "" if part is value or (part,) == value else f" in place of {shown(part)}"
+        inside = "" if part is value or (part,) == value else f", not {shown(part)}"
         found = shown(value if text is None else text)
         raise UserError(f"--{name} {found}: expected {wanted}{inside}") from None
 
