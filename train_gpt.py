@@ -104,9 +104,9 @@ class Stage:
     sequence_length: Tokens         # Longer documents are cut to this many tokens.
     windows: tuple[Blocks, Blocks]  # short and long attention window, in blocks of `window_block` tokens
     lr_scale: Factor                # multiplies every learning rate
-    multi_token: tuple[tuple[Factor, Factor], ...]  # loss weights of the next tokens: (first, last)
+    multi_token: tuple[tuple[Factor, Factor], ...]  # loss weights of the next tokens: (start, end)
     # Training computes logits for the targets and a sample that stands for all other tokens (Jean et al.,
-    # arXiv 1412.2007; @devenpzak #360); validation is exact. It costs 0.004 of loss. A: 7.6 s in all.
+    # arXiv 1412.2007; @devenpzak #360); validation is exact. It costs 0.004 of loss; saves 7.6 s (A).
     softmax_samples: Count = 8192   # 0: all tokens
 
 
@@ -120,7 +120,7 @@ SPEEDRUN_STAGES = (
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting. Each field but `layers` is a flag; so is each column of `stages` (`--lr_scale 1,1,1`).
+    """Every setting. Each field but `layers` and `stages` is a flag; so is a stage's (`--lr_scale 1,1,1`).
 
     The comments say why an ingredient is there, whose idea it is, and its worth. @names and #numbers are
     authors and pull requests of the public speedrun (KellerJordan/modded-nanogpt). Worth is the loss by which
@@ -139,7 +139,7 @@ class Config:
     vocab_size: Size = 50257        # The last token of the vocabulary starts every document.
     epochs: Positive = 1            # how often a token may be seen; a schedule that needs more is refused
     # Sequences begin where documents do (@ClassicLarry #108). What a cut leaves over can be trained on as
-    # well, which delays a second epoch. Where tokens last, that costs 0.019.
+    # well, which delays a second epoch. With enough tokens it costs 0.019.
     keep_tails: bool = False
     micro_batches: Positive = 8     # in each step, whatever the number of ranks
 
@@ -168,7 +168,7 @@ class Config:
     # More such rows, for guesses of the next token: what followed when the last 2, 4, … tokens came before,
     # in this sequence or in earlier steps (kernels/retrieval; two open proposals to the public speedrun).
     # `near_match` is worth 0.006 to 0.008 on three texts; `retrieval` 0.037 on `val`, 0.001 on the two others
-    # (one run of half the length each). A record's class names retrieval.
+    # (one run of half the length each). Records say if they use it.
     near_match: tuple[Few, ...] = ()
     retrieval: tuple[Few, ...] = ()
     retrieval_slots: Positive = 1_000_000_000    # ends of text that the index holds at most, 8 bytes each
@@ -403,7 +403,7 @@ class Transit:
     def reach(self, stop: str, x: Tensor | None = None) -> None:
         """The forward pass comes to `stop`, which reads x.
 
-        Autograd runs in reverse: once x has its gradient, those of this and all later stops are complete.
+        Autograd goes back in order of creation: at x's gradient those of this and later stops are complete.
         """
         if self.optimizer is None:
             return
@@ -444,7 +444,7 @@ class GPT(nn.Module):
         self.ops, self.fp8 = choose_ops(config, like)
         plain, fp8_ops = choose_ops(replace(config, fp8=()), like)[0], "norm_fork qkv mlp_input feed_forward"
         self.plain = {name: getattr(plain, name) for name in fp8_ops.split()}
-        depth, kept, self.sources = len(config.layers), 0, []    # sources: what attention reads
+        depth, kept, self.sources = len(config.layers), 0, []    # the stream that attention reads
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
             kept = i + 1 if layer.kept else kept
@@ -500,7 +500,7 @@ class GPT(nn.Module):
         self.embedding.copy_(self.head)
         for value_table in self.value_tables:
             value_table.normal_(std=0.01, generator=generator)
-        growth = 1.1 ** 0.5         # of the stream in each sub-layer; O starts with its inverse
+        growth = 1.1 ** 0.5         # of the stream, twice a layer; O starts with its inverse
         self.residual_scalars.fill_(growth)
         self.attention_scalars.copy_(torch.tensor([0.5, 1.0 / growth]))
         self.ngrams.initialise()
@@ -808,7 +808,7 @@ class Optimizer:
     3. `step` waits for the sums and updates each group on a CUDA stream of its own, since none fills a GPU.
 
     So a rank's weights are whole from the end of a forward pass, or from `gather`, until the next update.
-    A constant factor of the gradient cancels, so the loss is summed over tokens and nothing is divided.
+    Updates ignore the gradients' scale, so the loss is summed over tokens and nothing is divided.
     """
 
     def __init__(self, model: GPT, config: Config, world: World):
@@ -888,17 +888,18 @@ class Optimizer:
     def step(self) -> None:
         """Update from the accumulated gradients, in the timetable's order."""
         self.gradients_complete(UPDATE)
+        if self.loss_stream:        # No group is updated before its step's loss was checked.
+            torch.cuda.current_stream().wait_stream(self.loss_stream)
         for name in self.updates:
             shard = self.shards[name]
             works = self.sums.get(SMALL if shard.group.replicated else name, [])
-            # A group with a sum waits for that and the loss; one without waits for the whole backward pass.
-            summed = bool(works) and self.world.size > 1
-            with beside(self.streams.get(name), behind=self.loss_stream if summed else None):
+            # A group with a sum waits for that and the loss; one without also for the whole backward pass.
+            with beside(self.streams.get(name), self.loss_stream if works and self.world.size > 1 else None):
                 for work in works:
                     wait(work)
                 shard.update(self.ops, self.finite, self.lr, self.momentum_beta)
-        for stream in [self.loss_stream, *map(self.streams.get, self.updates)] if self.streams else []:
-            torch.cuda.current_stream().wait_stream(stream)
+        for name in self.updates if self.streams else ():
+            torch.cuda.current_stream().wait_stream(self.streams[name])
 
     @torch.no_grad()
     def untie(self) -> None:
@@ -936,7 +937,7 @@ class Step(NamedTuple):
     sequence_length: int
     windows: tuple[int, int]        # short and long, in blocks
     multi_token: tuple[float, ...]  # the loss weights of the next 1, …, k tokens
-    samples: int                    # Softmax is over the targets and so many other tokens; 0: over all.
+    samples: int                    # Softmax is over the targets and about so many others; 0: all.
     tied: bool                      # The embedding is the head's weight.
     update_adam: bool
     adam_updated: bool              # The step before updated Adam's groups, or this is the first step.
@@ -1079,7 +1080,7 @@ class Trainer:
         return total.item() / text.tokens
 
     def warm_up(self) -> None:
-        """Run every kind of step and of validation once, then put everything back as it was."""
+        """Run every kind of step and of validation, then put everything back as it was."""
         snapshot, kinds = self.optimizer.snapshot(), list(self.schedule.kinds().values())
         # Batches come as in the run, so that the costs of first use are off the clock: 0.4 s on four GPUs.
         rehearsal = self.loader.rehearsal([step.shape for step in kinds])

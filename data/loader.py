@@ -4,7 +4,9 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -63,7 +65,7 @@ Sequence = tuple[np.ndarray, int, int]      # a shard's tokens, where in them th
 class Bounds(NamedTuple):
     """Sizes of a micro-batch that hold for a whole stage, so that a captured step fits all of its steps."""
     sequences: int              # A micro-batch with more of them ends early.
-    candidates: int             # of a sampled softmax; 0: all tokens
+    targets: int                # different ones of a micro-batch, and a document's start; 0: not counted
 
 
 class Plan:
@@ -160,11 +162,10 @@ def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, 
                 different = np.zeros(settings.padded_vocab, bool)
                 for text, start, length in plan.sequences(spans, shape.sequence_length):
                     different[text[start + 1:start + 1 + length]] = True
-                targets = max(targets, int(np.count_nonzero(different)) + 1)     # and a document's start
-        wanted = round_up(targets + shape.samples, 256) if shape.samples else 0
+                targets = max(targets, int(np.count_nonzero(different)) + 1)
         old = bounds.get(shape.tokens, Bounds(0, 0))
         bounds[shape.tokens] = Bounds(max(old.sequences, sequences + sequences // 4 + 8),
-                                      max(old.candidates, min(wanted, settings.padded_vocab)))
+                                      max(old.targets, targets))
     return bounds
 
 
@@ -195,13 +196,15 @@ class Loader:
         return Loader(settings, shapes, self.rank, self.ranks, self.device, "val", self.bounds)
 
     @property
-    def candidates(self) -> dict[int, int]:
-        """Candidates of a micro-batch, by tokens of the step; {} without a sampled softmax."""
-        return {tokens: bound.candidates for tokens, bound in self.bounds.items() if bound.candidates}
+    def candidates(self) -> dict[tuple[int, int], int]:
+        """Candidates of a micro-batch, by tokens and samples of the step; {} without a sampled softmax."""
+        return {(shape.tokens, shape.samples): self.candidates_of(shape)
+                for shape in dict.fromkeys(self.shapes) if shape.samples}
 
     def candidates_of(self, shape: StepShape) -> int | None:
         """For how many tokens a micro-batch of this step computes logits; None: for all."""
-        return self.candidates.get(shape.tokens) if shape.samples else None
+        wanted = round_up(self.bounds[shape.tokens].targets + shape.samples, 256)
+        return min(wanted, self.settings.padded_vocab) if shape.samples else None
 
     def most(self, shape: StepShape) -> int:
         """Sequences that a micro-batch can hold: those of the text, and what fills up one that ends early."""
@@ -235,7 +238,7 @@ class Loader:
             tokens, on_each = max(self.bounds), self.settings.micro_batches // self.ranks
             others = max(map(self.most, self.shapes)) + 1 + self.settings.padded_vocab + 4 * ALIGNED
             largest = 2 * tokens // self.ranks + on_each * others
-            rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], torch.cuda.Stream(device)
+            rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], copy_stream(device)
 
         def make(index: int, room: Room | None) -> list[Batch]:
             batches = self.batches(index)
@@ -243,7 +246,9 @@ class Loader:
 
         def deliver() -> Iterator[list[Batch]]:
             rest, in_turn, ahead = iter(indices), cycle(rooms or [None]), deque()
-            with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as opener:
+            with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as opener, ExitStack() as end:
+                # Shards that no step has come to are not worth waiting for.
+                end.callback(opener.shutdown, wait=False, cancel_futures=True)
                 # A shard takes longer to open than a step, so another thread does it ahead.
                 opener.map(self.plan.text.open, range(len(self.plan.text)))
                 while True:
@@ -260,6 +265,16 @@ class Loader:
                     if room:
                         room.left.record()
         return deliver()
+
+
+@cache
+def copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """The process's stream for batches on their way.
+
+    torch hands out 32 streams in turn. A new one for each loader would in time be that of a step that is
+    being recorded as a graph, and the recording would fail.
+    """
+    return torch.cuda.Stream(device)
 
 
 class Room:

@@ -71,7 +71,7 @@ def other_texts(settings: TextSettings, wanted: Seq[str], val_tokens: int, chunk
     """What is scored after a run beside the validation text; `wanted` has the form of `--score`.
 
     The validation text comes again in two parts, if `python -m data.overlap` has marked its tokens: those
-    that lie in a 13-gram of the training text ("val repeated"), and the rest ("val new").
+    that lie in a 13-gram of the training text ("val repeated"), and the rest ("val new"), unless empty.
     """
     for name, folder, tokens in map(parse_score, wanted):
         there = str(folder or Path(settings.folder) / name)
@@ -87,8 +87,9 @@ def other_texts(settings: TextSettings, wanted: Seq[str], val_tokens: int, chunk
                 yield text
     if (marks := marked_tokens(settings.folder, val_tokens + 1)) is not None:
         for name, scored in (("val repeated", marks), ("val new", ~marks)):
-            text = scored_text(name, settings, val_tokens, chunk, sequence_length, multiple, scored)
-            yield text._replace(sha256=fingerprint(settings.folder, "val"))
+            if scored[1:].any():
+                text = scored_text(name, settings, val_tokens, chunk, sequence_length, multiple, scored)
+                yield text._replace(sha256=fingerprint(settings.folder, "val"))
 
 
 def check_scores(wanted: Seq[str]) -> None:

@@ -58,6 +58,7 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
     (["--gate_channels", "7"], ["--gate_channels 7", "an even number"]),
     (["--ngrams", "2,9"], ["--ngrams 2,9: expected a whole number from 1 to 6, not 9"]),
     (["--ngrams", "2,3,4"], ["--ngrams 2,3,4: each takes a head", "at most 2"]),
+    (["--ngrams", "2,3", "--near_match", "4"], ["--ngrams 2,3 --near_match 4 ", "each takes a head"]),
     (["--ngram_rows", "2000000000"], ["--ngram_rows 2000000000", "from 0 to 1,073,741,824"]),
     (["--ngram_classes", "true"], ["--ngram_classes True --vocab_size 257", "GPT-2's"]),
     (["--softmax_samples", "-1"], ["--softmax_samples -1"]),
@@ -146,6 +147,11 @@ def draw(kind: type, now: object, random: random.Random) -> str:
     elif base is float:
         choices += [now / 2, now * 1.1, 1e-9]
     return str(random.choice(choices))
+
+
+def test_ngrams_that_are_off_take_no_head():
+    config = train_gpt.parse(["--preset", "cpu", "--ngrams", "2,3,4", "--ngram_rows", "0"])[0]
+    assert len(config.ngrams) > config.heads
 
 
 def is_tiny(config: train_gpt.Config) -> bool:

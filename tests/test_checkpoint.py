@@ -62,6 +62,8 @@ def test_a_killed_run_goes_on_from_the_checkpoint_before(runs):
     assert rest.steps["loss"].tolist() == whole.steps["loss"][3:].tolist() and rest.loss == whole.loss
     assert rest.steps["step"][0] == 4 and rest.steps["tokens"].tolist() == whole.steps["tokens"][3:].tolist()
     assert "resumed" not in whole.header and not check_clock(whole)
+    tokens = rest.steps["tokens"][-1] - whole.steps["tokens"][2]
+    assert rest.summary["tokens_per_s"] == pytest.approx(tokens / rest.summary["time_s"], rel=1e-3)
     assert "went on from a checkpoint" in check_clock(rest)[0]
     cards = [(run.path.parent / "model/README.md").read_text() for run in (whole, rest)]
     assert ["s since step 3, where it went on from a checkpoint |" in card for card in cards] == [False, True]
@@ -290,4 +292,10 @@ def test_only_the_newest_two_are_kept(tmp_path, config, monkeypatch):
     with pytest.raises(LogError, match="the disk is full"):
         with keeper:
             keeper.after(6)
+    # A run that a signal stopped does not advise to go on from what could not be written.
+    trainer.config = keeper.config = replace(config, checkpoint_on_stop=True)
+    with pytest.raises(LogError, match="the disk is full"):
+        with keeper:
+            keeper.stopped = True
+            keeper.after(7)
     assert checkpoint.find(replace(config, resume=str(tmp_path))).step == 4

@@ -24,6 +24,11 @@ TWO_GPUS = "2026-11-22_two-h200-long-table/runs/20261122-175825-two-h200-long.js
 ONE_GPU = "2026-11-25_one-h200-clean/runs/20261125-033651-one-h200.jsonl.gz"
 
 
+def sampled(*candidates: int) -> dict[tuple[int, int], int]:
+    """By tokens and samples of a step of preset `corpus`."""
+    return {(tokens, 8192): count for tokens, count in zip((65_536, 131_072, 196_608), candidates)}
+
+
 @pytest.fixture(scope="module", autouse=True)
 def hopper():
     """The program asks what device it is for, and is told of one, also where there is none."""
@@ -47,7 +52,8 @@ def speedrun(tmp_path_factory) -> train_gpt.Config:
 
 
 def fake_world(**values) -> SimpleNamespace:
-    return SimpleNamespace(**dict(size=1, rank=0, device=GPU, least=lambda x: x, found={}) | values)
+    return SimpleNamespace(**dict(size=1, rank=0, device=GPU, least=lambda x: x, barrier=lambda: None,
+                                  found={}) | values)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +73,9 @@ def fit_into(fitting, monkeypatch):
 
 
 @pytest.mark.parametrize(("log", "ranks", "candidates", "newer"), [
-    (TWO_GPUS, 2, {65_536: 12_288, 131_072: 14_336, 196_608: 16_384},
+    (TWO_GPUS, 2, sampled(12_288, 14_336, 16_384),
      dict(ngram_classes=False, near_match=(), copy_channels=0, average_steps=0)),
-    (ONE_GPU, 1, {65_536: 13_056, 131_072: 15_872, 196_608: 18_432}, {})])
+    (ONE_GPU, 1, sampled(13_056, 15_872, 18_432), {})])
 def test_the_count_of_a_measured_run(log, ranks, candidates, newer):
     """Two H200s reported a peak of 96.65 GiB each, one reported 96.82. `newer`: what the older log lacks."""
     header, *_, summary = (json.loads(line) for line in gzip.open(ROOT / "records" / log, "rt"))
@@ -85,7 +91,7 @@ def test_the_count_of_a_measured_run(log, ranks, candidates, newer):
 def test_a_copy_head_is_counted():
     """Its weights with gradient and state; in a step at least queries and keys of a micro-batch."""
     configs = [replace(train_gpt.PRESETS["corpus"], copy_channels=channels) for channels in (0, 128)]
-    candidates = {65_536: 12_288, 131_072: 14_336, 196_608: 16_384}
+    candidates = sampled(12_288, 14_336, 16_384)
     without, with_it = (memory.count(train_gpt, config, 2, GPU, True, candidates, [65_536])[65_536]
                         for config in configs)
     assert 256 * 768 * 2 < with_it.held - without.held < 256 * 768 * 20
@@ -100,7 +106,7 @@ def test_a_checkpoints_copy_is_counted():
     words = ("--preset corpus --data_path x --ngram_rows 4194304 --micro_batches 16 --steps 57 "
              "--extra_steps 3 --ngram_classes false --near_match none --copy_channels 0 --average_steps 0")
     config = train_gpt.parse(words.split())[0]
-    candidates = {65_536: 10_240, 131_072: 11_520, 196_608: 12_544}
+    candidates = sampled(10_240, 11_520, 12_544)
     configs = [replace(config, checkpoint=folder, checkpoint_every=20) for folder in ("", "x")]
     need, more = (memory.count(train_gpt, config, 1, GPU, False, candidates, [65_536])[65_536]
                   for config in configs)
@@ -110,8 +116,9 @@ def test_a_checkpoints_copy_is_counted():
 
 def test_what_lies_on_other_streams_is_counted(speedrun):
     """NorMuon holds a momentum and products of matrices. On one stream they lie in what a step has freed."""
+    speedrun_steps = [(tokens, 8192) for tokens in (131_072, 262_144, 393_216)]
     apart, together = (memory.count(train_gpt, replace(speedrun, overlap=overlap, micro_batches=64), 1, GPU,
-                                    False, dict.fromkeys((131_072, 262_144, 393_216), 8448), [65_536])[65_536]
+                                    False, dict.fromkeys(speedrun_steps, 8448), [65_536])[65_536]
                        for overlap in (True, False))
     assert 16 * 3072 * 768 * 2 * 2 < apart.apart < 24 * 3072 * 768 * 2 * 8 and together.apart == 0
     assert apart.total(True) == together.total(True) + apart.apart

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from data import overlap
+from data import overlap, scoring
 from data.loader import TextSettings
 from data.scoring import check_scores, other_texts, scored_text
 from data.shards import ShardError, find_shards, open_shard, write_shard
@@ -62,6 +62,10 @@ def test_the_two_parts_of_the_validation_text_add_up(texts, config, monkeypatch,
         scored = [text.batches[i].targets for text in parts]
         assert torch.equal(torch.maximum(*scored), batch.targets) and (torch.minimum(*scored) == -1).all()
         assert all(torch.equal(text.batches[i].tokens, batch.tokens) for text in parts)
+    for marks, name in ((np.zeros(701, bool), "val new"), (np.ones(701, bool), "val repeated")):
+        with monkeypatch.context() as patch:                # Where one of them is empty it is not scored.
+            patch.setattr(scoring, "marked_tokens", lambda *_: marks)
+            assert [text.name for text in other_texts(settings, (), *size, 1)] == [name]
     write_shard(folder / "train_000001.bin", np.full(9, 256, np.uint16))    # The marks are of other shards.
     overlap.fingerprint.cache_clear()
     assert list(other_texts(settings, (), *size, 1)) == []

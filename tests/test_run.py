@@ -143,6 +143,8 @@ def test_settings_reach_the_configuration(monkeypatch):
 
 @pytest.mark.parametrize("changes, ranks, said", [
     ({}, 3, "3 ranks do not divide the 8 micro-batches of a step and the width of a head, 128; use 1, 2, 4"),
+    ({"ngrams": (), "micro_batches": 9}, 2, "2 ranks .* the width of a head, 0; use 1, 3, 9"),
+    ({"average_steps": 5, "ngram_rows": 0, "micro_batches": 5}, 5, "5 ranks do not divide the 50304"),
     *(({"ngram_block": block}, 4, f"{block}: use a power of two that divides a rank's 32 columns")
       for block in (0, 3, 12, 64))])
 def test_ranks_and_blocks_that_do_not_divide(changes, ranks, said):

@@ -10,7 +10,9 @@ from kernels.optimizer.master_weight import Master, Rule, apply_update
 
 def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, steps: Tensor, rule: Rule,
                 betas: tuple[float, float]) -> None:
-    """Update a weight (n,), its moments and the count of steps in place, unless not `rule.finite`.
+    """Update a weight (n,), its moments and the count of steps in place.
+
+    Unless `rule.finite` the weight and the count stay, and the gradient counts as zero.
 
     `grad` (n,) has any dtype. `first` and `second` (n,) are float32: the running means of the gradient and of
     its square. `steps` is 0-dim float32, the number of updates so far. ε is 1e-10.

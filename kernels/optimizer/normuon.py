@@ -12,9 +12,10 @@ from kernels.optimizer.master_weight import Master, Rule, apply_update
 
 
 def nesterov_momentum(grad: Tensor, momentum: Tensor, momentum_beta: Tensor, finite: Tensor) -> Tensor:
-    """The matrices to orthogonalise, like grad. Updates `momentum` (float32) in place, unless not `finite`.
+    """The matrices to orthogonalise, like grad. Updates `momentum` (float32) in place.
 
-    `momentum_beta` and `finite` are 0-dim tensors, so that they can change without a new compiled program.
+    Unless `finite` the gradient counts as zero. It and `momentum_beta` are 0-dim tensors, so that they can
+    change without a new compiled program.
     """
     wide = torch.where(finite, grad, 0).float()
     momentum.lerp_(wide, 1 - momentum_beta)

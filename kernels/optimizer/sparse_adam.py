@@ -34,7 +34,7 @@ CONFIGS = [(1024, 4), (256, 1), (512, 2), (512, 4), (2048, 8), (128, 1)]
 
 def row_adam_reference(weight: Tensor, grad: Tensor, second: Tensor, last: Tensor, steps: Tensor, rule: Rule,
                        beta2: float) -> None:
-    """Update `weight` (rows, width) in place, unless not `rule.finite`. `grad`, like it, ends as zero.
+    """Update `weight` (rows, width) in place if `rule.finite`. `grad`, like it, ends as zero.
 
     `second` (rows, width / block) float32 is the running mean square of each block of columns, as of the
     row's last update. `last` (rows,) float32 is the number of that update, and `steps` (0-dim float32) counts

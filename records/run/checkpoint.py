@@ -56,10 +56,10 @@ KEPT = 2                # checkpoints
 NAME = "step-{:07d}"    # of their folders
 PART = 2 ** 21          # rows of the n-gram table that are copied at a time
 # Settings that may change from one run to the run that goes on: they do not say what a step computes.
-FREE = {"preset", "name", "runs", "target", "data_path", "val_tokens", "val_every", "val_chunk",
-        "val_sequence_length", "val_window", "score", "attention", "fp8", "reference", "compile", "capture",
-        "overlap", "peer_copies", "doctor", "check_ranks", "deterministic", "write_log", "save",
-        "checkpoint", "checkpoint_every", "checkpoint_on_stop", "resume"}
+FREE = {"preset", "name", "runs", "target", "data_path", "epochs", "val_tokens", "val_every", "val_chunk",
+        "val_sequence_length", "val_window", "val_fp8", "canonical", "score", "attention", "fp8", "reference",
+        "compile", "capture", "overlap", "peer_copies", "doctor", "check_ranks", "deterministic",
+        "write_log", "save", "checkpoint", "checkpoint_every", "checkpoint_on_stop", "resume"}
 
 
 def check_saving(config) -> None:
@@ -210,7 +210,7 @@ class Keeper:
         try:
             self.collect()
         except LogError:
-            if kind is None:        # Otherwise what ended the run says more.
+            if kind is None or self.stopped:    # Otherwise what ended the run says more.
                 raise
         finally:
             for number, handler in self.handlers.items():

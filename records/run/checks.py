@@ -68,7 +68,8 @@ def model_faults(c) -> Iterator[Fault]:
     yield c.rotary_base < 1, "rotary_base", "use 1 or more"
     yield (c.gate_channels % 2 or c.gate_channels > c.width, "gate_channels",
            f"half are of x and half of a value row; use an even number of at most {c.width}")
-    kinds, guesses = len(c.ngrams) + bool(c.near_match) + 2 * bool(c.retrieval), c.near_match or c.retrieval
+    guesses, in_heads = c.near_match or c.retrieval, len(c.ngrams) if c.ngram_rows else 0
+    kinds = in_heads + bool(c.near_match) + 2 * bool(c.retrieval)
     yield (kinds > c.heads, "ngrams near_match retrieval" if guesses else "ngrams",
            f"each takes a head{', and retrieval two' * bool(guesses)}; use at most {c.heads} or more heads")
     yield (guesses and not (c.ngrams and c.ngram_rows), "ngrams ngram_rows",
@@ -112,13 +113,16 @@ def kernel_faults(c) -> Iterator[Fault]:
 
 def check_machine(config, ranks: int, device: torch.device) -> None:
     """Refuse what so many ranks cannot share, and what this device cannot run."""
-    width = config.head_dim if config.ngram_rows else 0         # of the n-gram table
+    width = config.head_dim if config.ngrams and config.ngram_rows else 0       # of the n-gram table
     if config.micro_batches % ranks or width % ranks:
         divisors = [str(n) for n in range(1, config.micro_batches + 1)
                     if config.micro_batches % n == width % n == 0]
         raise UserError(f"{ranks} ranks do not divide the {config.micro_batches} micro-batches of a step and "
                         f"the width of a head, {width}; use {', '.join(divisors)} ranks or another "
                         "--micro_batches")
+    if config.average_steps and config.padded_vocab % ranks:
+        raise UserError(f"--average_steps {config.average_steps}: averages are of whole rows, and {ranks} "
+                        f"ranks do not divide the {config.padded_vocab} of the head; use 0, or other ranks")
     columns, block = width // ranks, config.ngram_block
     if block < 1 or columns % block or block & (block - 1):
         raise UserError(f"--ngram_block {block}: use a power of two that divides a rank's {columns} columns")

@@ -82,7 +82,9 @@ def announcement(facts: dict, devices: str) -> str:
 
 
 def flops_per_token(config, step, candidates: int | None = None) -> float:
-    """Of forward and backward: 6 for each weight of a matmul, and attention over what a token really sees.
+    """Of forward and backward: 6 for each weight of a matmul, and attention over full windows.
+
+    A sequence's first tokens see less; so this is up to 2% too much, and more for short documents.
 
     `candidates`: tokens whose logits a sampled softmax computes.
     """

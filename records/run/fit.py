@@ -13,6 +13,7 @@ from decimal import Decimal, InvalidOperation
 import numpy as np
 import torch
 
+from data import embedded
 from data.packing import round_up
 from data.shards import open_shard, shards_in
 from kernels.ranks.collectives import can_copy, ranks_here
@@ -74,6 +75,7 @@ def fit(config, given: Collection[str], world, trainer: type):
             print(f"doctor: {finding}")
     if world.device.type != "cuda":
         return config
+    embedded.provide(config.data_path, world.rank, world.barrier)      # Candidates are counted in its text.
     check_machine(config, world.size, world.device)
     fitting = Fitting(config, world, room_of(world), sys.modules[trainer.__module__])
     choice, need = fitting.first(given)
@@ -142,8 +144,10 @@ def can_split(config, micro_batches: int) -> bool:
                for stage in config.stages)
 
 
-def candidates(config) -> dict[int, int]:
-    """About how many candidates a micro-batch has, by tokens of its step, from the validation text's start.
+def candidates(config) -> dict[tuple[int, int], int]:
+    """About how many candidates a micro-batch has, by tokens and samples of its step.
+
+    They are counted at the start of the validation text.
 
     The loader measures it over many steps. One micro-batch tells nearly as much, at once.
     """
@@ -152,7 +156,7 @@ def candidates(config) -> dict[int, int]:
     for tokens, samples in {(stage.batch_tokens, stage.softmax_samples) for stage in config.stages}:
         seen = len(np.unique(text[:tokens // config.micro_batches]))
         wanted = min(round_up(int(1.1 * seen) + samples, 256), config.padded_vocab)
-        found[tokens] = max(found.get(tokens, 0), wanted if samples else 0)
+        found[tokens, samples] = wanted if samples else 0
     return found
 
 

@@ -209,11 +209,11 @@ def empty_batch(tokens: int, candidates: int, longest: int) -> Batch:
 
 
 def count(program: ModuleType, config, ranks: int, device: torch.device, copies: bool,
-          candidates: dict[int, int], chunks: Iterable[int]) -> dict[int, Need]:
+          candidates: dict[tuple[int, int], int], chunks: Iterable[int]) -> dict[int, Need]:
     """What each of `ranks` GPUs like `device` will hold, by the `val_chunk` of `chunks`. Allocates nothing.
 
     `program` is train_gpt.py as a module; `copies`: ranks exchange by copies; `candidates`: of a
-    micro-batch's sampled softmax, by the tokens of its step.
+    micro-batch's sampled softmax, by tokens and samples of its step.
     """
     counter, peaks, schedule = Counter(), [], program.Schedule(config)
     on_each, kinds = config.micro_batches // ranks, schedule.kinds().values()
@@ -227,7 +227,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
                              loss=torch.zeros((), device=META))
         made = counter.live
         for step in heaviest(kinds):
-            sampled = candidates[step.batch_tokens] if step.samples else 0
+            sampled = candidates[step.batch_tokens, step.samples] if step.samples else 0
             batch = empty_batch(step.batch_tokens // config.micro_batches, sampled, step.sequence_length)
             before = counter.restart()
             trainer.program(step, [batch] * min(on_each, 2))

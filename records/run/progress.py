@@ -45,6 +45,7 @@ class Report:
         self.scores: dict[str, float] = {}      # of other texts, after the run
         self.lines: list[str] = []              # what a person reads behind the run
         self.tokens, self.loss, self.validation_loss = 0, math.nan, math.nan
+        self.steps_done, self.tokens_before = 0, 0      # of the training; before this process
         self.peak = peak_flops(device)
         self.bar = tqdm(total=steps, unit="step", disable=rank > 0, dynamic_ncols=True, mininterval=0.5)
 
@@ -62,7 +63,9 @@ class Report:
             lap.end.synchronize()
         self.loss, ms = self.losses[step.index].item(), lap.ms()
         self.check_finite(f"step {step.index + 1}: the training loss", self.loss, "stopped before its update")
+        self.tokens_before = self.tokens_before if self.step_ms else self.tokens
         self.tokens += step.tokens
+        self.steps_done = step.index + 1
         self.step_ms.append(ms)
         self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, momentum=step.momentum,
                        windows=step.windows, tokens=self.tokens, ms=round(ms, 3))
@@ -112,7 +115,8 @@ def summarise(report: Report, log: RunLog, target: float, bits: bool,
     memory = torch.cuda.max_memory_allocated(report.device) if on_gpu else None
     reserved = torch.cuda.max_memory_reserved(report.device) if on_gpu else None    # with what lies idle
     summary = {"steps": len(report.step_ms), "time_s": round(seconds, 4), "loss": loss,
-               "tokens": report.tokens, "tokens_per_s": round(report.tokens / seconds, 1),
+               "tokens": report.tokens,
+               "tokens_per_s": round((report.tokens - report.tokens_before) / seconds, 1),
                "step_ms": {"p50": round(p50, 3), "p95": round(p95, 3), "max": round(max(report.step_ms), 3)},
                "peak_memory_bytes": memory, "reserved_memory_bytes": reserved,
                "began": round(report.clock.began, 3), "ended": round(report.clock.ended, 3),
@@ -121,7 +125,7 @@ def summarise(report: Report, log: RunLog, target: float, bits: bool,
     if report.rank:
         return []
     per_byte = f" = {loss / math.log(2):.3f} bits per byte" if bits else ""
-    lines = [f"validation loss {loss:.4f} nats a token{per_byte} after {summary['steps']} steps in "
+    lines = [f"validation loss {loss:.4f} nats a token{per_byte} after {report.steps_done} steps in "
              f"{seconds:.1f} s (target {target})",
              f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, max "
              f"{max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
