@@ -11,7 +11,8 @@ Training stays as it is, and takes no time for it. This is the canonical mask of
 91. Its authors report a loss that is 0.0017 lower for the same weights.
 
 A pair is ruled out only if the border between its tokens lies inside one word in every context. Of GPT-2's
-pairs of tokens these are 2.8%. None of them occurs in the 205 million pairs of the corpus of records/README.md.
+pairs of tokens these are 2.8%. None of them occurs in the 205 million pairs of the corpus of
+records/README.md.
 """
 import unicodedata
 from collections import defaultdict
