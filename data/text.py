@@ -6,7 +6,7 @@
     python -m data.text corpus.txt --split blank --out data/shards/mine   documents end at blank lines
     python -m data.text dump.jsonl.zst --field body --out data/shards/dump
     cat *.log | python -m data.text - --split line --bytes --out data/shards/logs
-    python -m data.text books/ --bytes --out data/shards/books            a token is a byte, as preset `cpu` wants
+    python -m data.text books/ --bytes --out data/shards/books            a token is a byte, as `cpu` wants it
     DATA_PATH=data/shards/books ./run.sh --preset cpu                     train on it
 
 INPUT is a file (.txt, .md, .jsonl, .parquet, each also .gz or .zst), a folder of such files, or - for

@@ -7,7 +7,7 @@ statistics. There are three folders of code:
 - `run/` holds what a training run itself needs: its settings, its log, its progress on the console.
   `train_gpt.py` imports it, and it imports nothing of `train_gpt.py`.
 - `tools/` holds what reads logs afterwards or measures the program from outside. `python -m records --help`
-  lists the commands. `ablate`, `memory`, `profile` and `scaling` train, and so they are programs of their own:
-  `python -m records.tools.scaling`. `ablate` and `profile` also start with `torchrun -m`.
+  lists the commands. `ablate`, `memory`, `profile` and `scaling` train, and so they are programs of their
+  own: `python -m records.tools.scaling`. `ablate` and `profile` also start with `torchrun -m`.
 - `recipes/` holds presets that are not part of the program.
 """
