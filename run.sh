@@ -101,8 +101,8 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))
 
 # On a GPU the default is the speedrun on FineWeb: fetch it where there are no shards yet, unless other data is asked for.
 case "${program[*]} $*" in
-*records.tools.doctor*) ;;
 *" --help"*|*" --explain"*|*" --timetable"*) ranks=1 ;;     # They print something and train nothing.
+*records.tools.doctor*) ;;
 *" --preset"[=\ ]c*|*" --data_path"*) ;;
 *)
     shards=${DATA_PATH:-data/shards/fineweb}

@@ -3,15 +3,16 @@
 The encoder splits a text into words. In each word it joins two neighbouring parts for as long as any two make
 a token, first those that make the token of lowest rank. So "th" is never followed by "e": there the encoder
 would have written "the". A model cannot know that for every pair, and gives such tokens some probability.
-With `--canonical` a model that is scored gives it to the others:
+With `--canonical true` a model that is scored gives it to the others:
 
     p(b | ..., a) = [b can follow a] p_head(b) / (the sum of p_head over all tokens that can follow a)
 
 Training stays as it is, and takes no time for it. This is the canonical mask of the public speedrun's record
 91. Its authors report a loss that is 0.0017 lower for the same weights.
 
-Ruled out are only pairs whose border lies inside a word whatever stands around them. Of GPT-2's pairs of
-tokens these are 2.8%. None of them occurs in the 205 million pairs of the corpus of records/README.md.
+A pair is ruled out only if the border between its tokens lies inside one word in every context. Of GPT-2's
+pairs of tokens these are 2.8%. None of them occurs in the 205 million pairs of the corpus of
+records/README.md.
 """
 import unicodedata
 from collections import defaultdict

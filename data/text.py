@@ -2,11 +2,12 @@
 
     python -m data.text INPUT… --out DIR
 
-    python -m data.text books/ notes.md --out data/shards/books      GPT-2's vocabulary; a file is a document
+    python -m data.text books/ notes.md --out data/shards/books-gpt2     GPT-2's vocabulary; a file a document
     python -m data.text corpus.txt --split blank --out data/shards/mine   documents end at blank lines
     python -m data.text dump.jsonl.zst --field body --out data/shards/dump
     cat *.log | python -m data.text - --split line --bytes --out data/shards/logs
-    DATA_PATH=data/shards/books ./run.sh                                  train on it
+    python -m data.text books/ --bytes --out data/shards/books            a token is a byte, as `cpu` wants it
+    DATA_PATH=data/shards/books ./run.sh --preset cpu                     train on it
 
 INPUT is a file (.txt, .md, .jsonl, .parquet, each also .gz or .zst), a folder of such files, or - for
 standard input. Each document gets its start token and stays in one piece. A document goes into validation if

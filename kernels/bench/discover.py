@@ -15,7 +15,7 @@ TOOLS = ("bench", "lab")
 
 
 def kernel_modules() -> list[ModuleType]:
-    """Those with examples, by room in the order of the model, then by name."""
+    """Those with examples, by folder in the order of the model, then by name."""
     names = [found.name for found in pkgutil.walk_packages(kernels.__path__, "kernels.")]
     rooms = {name: name.split(".")[1] for name in names}
     names = [name for name in names if rooms[name] not in TOOLS]

@@ -93,7 +93,7 @@ def measured(row: dict, module: ModuleType, usual: tuple) -> str:
 
 
 def times(rows: list[dict]) -> str:
-    """The tables of times in Markdown: a room a table, in the order of the model.
+    """The tables of times in Markdown: a table for each folder, in the order of the model.
 
     Rows that the figure draws are left out.
     """

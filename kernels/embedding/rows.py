@@ -3,8 +3,8 @@
 PyTorch makes a dense gradient, as long as the table and mostly zeros, and adds it to `.grad`: for a table of
 377,280 × 768 that moves 4.6 GB a micro-batch to add 75 MB. Here the positions are sorted by row, once for all
 tables that share an index, and `row_sums.py` adds their gradients to the rows that they read. One H200,
-49,152 positions of 50,304 × 768, with the sort: 122 µs, PyTorch's compiled dense gradient 203 µs; of 377,280
-rows 125 and 869 µs.
+49,152 positions of 50,304 × 768, with the sort: 125 µs, PyTorch's compiled dense gradient 203 µs; of 377,280
+rows 127 and 871 µs.
 
 Narrow rows are looked up by a kernel, `take_rows`. PyTorch starts a block of threads for each row, of which
 32 fit on a multiprocessor however few numbers they move: 160 µs for 262,144 rows, whether of 64 or of 384

@@ -1,4 +1,6 @@
-"""FP8: 8-bit numbers, their scales, and the matmuls that take them. The bottom room: it uses no other.
+"""FP8: 8-bit numbers, their scales, and the matmuls that take them.
+
+The lowest layer: it imports none of the other folders.
 
 In reading order:
 - `formats.py` explains how this project trains in FP8: the two formats, scales from row norms, transposes,

@@ -9,8 +9,8 @@ The weight gradients sum over tokens, so they read the transposes. Those are in 
 a byte each.
 
 The grid is persistent and walks bands of tiles. Operands come through tensor descriptors (TMA). One H200,
-49,152 tokens, 768 → 3072: 0.24 ms forward, 0.33 ms backward; at a copy's bandwidth the same bytes take 0.08
-and 0.12 ms.
+49,152 tokens, 768 → 3072: 265 µs forward, 355 µs backward; at a copy's bandwidth the same bytes take 81
+and 117 µs.
 """
 from collections.abc import Iterator
 from functools import partial

@@ -2,7 +2,8 @@
 
 - `world.py`: this process's rank and device.
 - `collectives.py`: `Collectives` by torch.distributed, and `PeerCopies`, the same by the GPUs' copy engines.
-- `nodes.py`: `Nodes`, of which both kinds are halves, where there are several machines.
+- `nodes.py`: `Nodes`, for several machines: copies inside each, torch.distributed between them.
 - `timetable.py`: which collective of a step starts where.
+- `watchdog.py`: notices a rank that no longer answers or goes on.
 """
 from kernels.ranks.collectives import Collectives, PeerCopies, Work, can_copy, wait

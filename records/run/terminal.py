@@ -1,4 +1,4 @@
-"""What a run has of its terminal, and outlives: its output, which nobody may read, and the signals to end."""
+"""What a run has of its terminal: output that perhaps nobody reads any more, and signals to end."""
 import os
 import signal
 import sys

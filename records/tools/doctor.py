@@ -5,6 +5,7 @@
 Each line begins with ok, slow or broken, and says by how much and what to do. A run with `--doctor true`
 looks as well, and puts the figures in its log; `python -m records compare` shows where two machines differ.
 """
+import argparse
 import os
 import platform
 import shutil
@@ -341,6 +342,8 @@ def figures(world: World) -> dict[str, object]:
 
 def main() -> int:
     """Prints the page; the exit status is 1 if something is broken."""
+    argparse.ArgumentParser(prog="python -m records.tools.doctor", description=__doc__,
+                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     begin = time.time()
     try:
         world = World()
