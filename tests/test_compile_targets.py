@@ -58,7 +58,7 @@ def launches(capability: int) -> list[tuple]:
     sys.modules["flash_attn"].cute = sys.modules["flash_attn.cute"]
     with mock.patch.multiple(torch.cuda, **fake), mock.patch.object(rows, "side_stream", lambda _: None), \
             mock.patch.object(memory, "Counter", Recorder):
-        sampled = {stage.batch_tokens: 16_384 for stage in config.stages}
+        sampled = {(stage.batch_tokens, stage.softmax_samples): 16_384 for stage in config.stages}
         memory.count(train_gpt, config, 1, torch.device("cuda", 0), False, sampled, [config.val_chunk])
     return found
 

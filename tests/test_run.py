@@ -425,9 +425,11 @@ def test_a_preset_from_outside_the_program_trains(tmp_path, shards, monkeypatch)
     """`records.recipes.medium`, 16 layers deep, at a tiny width on bytes."""
     monkeypatch.setattr(train_gpt, "PRESETS", {**train_gpt.PRESETS})
     words = ("--vocab_size 257 --batch_tokens 256,512,768 --micro_batches 2 --steps 3 --extra_steps 1 "
-             "--val_every 0 --softmax_samples 0 --ngrams 2,3 --ngram_block 16").split()
+             "--val_every 0 --softmax_samples 16 --ngrams 2,3 --ngram_block 16").split()
     result = command(*TINY, *words, program=medium.main, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
     assert result.returncode == 0, result.stderr
     header, *events = read_log(tmp_path)
     assert header["preset"] == "medium" and len(header["config"]["layers"]) == 16
+    assert header["candidates"] == [256, 256, 256]
+    assert "sampled softmax: 256, 256, 256 of 320 logits a token" in result.stdout
     assert events[-1]["kind"] == "summary" and events[-1]["steps"] == 4

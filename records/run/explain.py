@@ -55,7 +55,8 @@ def run_facts(trainer) -> dict[str, object]:
         "attention": model.attention_backend, "attention_note": model.attention_note,
         "dtype": str(model.dtype), "fp8": bool(model.fp8), "fp8_parts": model.fp8,
         "parameters": parameter_count(model), "vocabulary": config.padded_vocab,
-        "shards": len(loader.plan.text), "epochs": loader.epochs, "candidates": loader.candidates,
+        "shards": len(loader.plan.text), "epochs": loader.epochs,
+        "candidates": list(loader.candidates.values()),     # in the order of the schedule
         "groups": rates(trainer.optimizer.groups)}
 
 
@@ -73,7 +74,7 @@ def announcement(facts: dict, devices: str) -> str:
              f"attention: {facts['attention']}{note}",
              f"FP8: {', '.join(facts['fp8_parts']) or 'no part'}; the rest: {facts['dtype']}"]
     if facts["candidates"]:
-        computed = ", ".join(f"{n:,}" for n in facts["candidates"].values())
+        computed = ", ".join(f"{n:,}" for n in facts["candidates"])
         lines.append(f"sampled softmax: {computed} of {facts['vocabulary']:,} logits a token")
     if facts["epochs"] > 1:
         lines.append(f"data: the schedule takes {facts['epochs']:.2f} epochs of {facts['shards']} shards; "
