@@ -224,7 +224,7 @@ def all_end(folder: Path, way: str, place: str, action: str, rank: int, said: st
     assert status != 0 and re.search(said, found) and seconds > 0, found
     # A rank is watched for a hang only inside its steps. Elsewhere it has as long as a collective.
     waits = PATIENCE.total_seconds() if action == "wait" or (place, action) == ("validation", "hang") else 0
-    assert seconds < RECOVERY + waits, (seconds, found)
+    assert seconds < RECOVERY + waits, f"{seconds:.1f} s\n{found}"
     assert ("Traceback" in found.replace(TORCHRUNS, "")) == (action == "mistake"), found
     says_so = (rank == 1 or action == "hang") and said != GIVES_UP["nccl"]
     assert (last_line(folder)["kind"] == "stopped") == says_so, found

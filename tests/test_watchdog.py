@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -20,6 +21,7 @@ from data.shards import ShardError
 from kernels.ranks.collectives import RankError, with_others
 from kernels.ranks.watchdog import Judge, Told, place
 from records.run.ending import EXPECTED, exit_status
+from records.run.settings import UserError
 
 RANK = """
 import sys, time
@@ -162,3 +164,23 @@ def test_a_rank_that_fails_alone_says_so_itself(monkeypatch, capsys, error):
         monkeypatch.setenv(name, value)
     assert train_gpt.main([]) == 2 and slept == [2]
     assert capsys.readouterr().err == f"train_gpt.py: rank 3: {str(error).splitlines()[0]}\n"
+
+
+def test_what_a_failed_run_holds_is_not_given_back():
+    """Giving it back could wait for a GPU for ever."""
+    def run() -> None:
+        trainer = Trainer()
+        held.append(weakref.ref(trainer))
+        raise UserError("no")
+
+    def main() -> int:
+        try:
+            run()
+        except EXPECTED as error:
+            return exit_status(error, 0)
+
+    class Trainer:
+        pass
+
+    held = []
+    assert main() == 2 and held[0]() is not None

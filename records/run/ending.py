@@ -19,6 +19,7 @@ from records.run.settings import UserError, shown
 EXPECTED = (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMemoryError,
             torch.AcceleratorError, OSError, KeyboardInterrupt)
 
+last_failure: BaseException | None = None   # keeps what its frames hold; `exit_status` says why
 
 # Folders of compilers. Where code of theirs fails in a run that warms up, a file in their caches is damaged,
 # or cannot be written; but a mistake in a kernel of ours has one of MISTAKES.
@@ -49,7 +50,13 @@ def exit_status(error: BaseException, rank: int, program: str = "train_gpt.py") 
     """The status of a `program` that one of EXPECTED ends; rank 0 says why.
 
     The launcher ends all ranks when one fails. So the other ranks wait a little, in case rank 0 fails too.
+
+    The error stays, and with it the trainer in its frames. Before torch gives memory that GPUs share back, it
+    waits for this GPU, on which a barrier may wait for a rank that is lost, and it holds Python's lock
+    meanwhile. Then no watchdog would run.
     """
+    global last_failure
+    last_failure = error
     message, status = (str(error) or "interrupted").splitlines()[0], 2
     if isinstance(error, KeyboardInterrupt):
         message, status = str(error) or "interrupted; the log so far is complete", 130
