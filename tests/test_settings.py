@@ -5,7 +5,7 @@ from typing import Annotated
 import pytest
 
 from records.run.kinds import Between, Misfit, OneOf, Positive, Share, fit, words
-from records.run.settings import UserError, change, check, flat, parse, read, split_values
+from records.run.settings import UserError, change, check, flat, meanings, parse, read, split_values
 
 Part = Annotated[str, OneOf(("head", "attention", "mlp"))]
 
@@ -17,7 +17,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stage:
-    batch_tokens: Positive
+    batch_tokens: Positive      # tokens a step
     windows: tuple[int, int]
     lr_scale: float
     multi_token: tuple[tuple[float, float], ...]
@@ -27,8 +27,13 @@ class Stage:
 class Config:
     preset: str = "small"
     data_path: str = "here"
-    steps: Positive = 30
-    lr: float = 0.5
+    steps: Positive = 30        # of all stages
+    # ---- A section, which says nothing
+    # of the field below it.
+
+    # What a learning rate is,
+    # in 100% plain words.
+    lr: float = 0.5             # 0: none
     smear: bool = True
     lengths: tuple[int, ...] = (2, 3)
     fp8: tuple[Part, ...] = ("head", "mlp")
@@ -123,8 +128,35 @@ def test_help_names_every_setting(capsys):
         parsed("--help")
     printed = capsys.readouterr().out
     assert all(f"--{name} " in printed for name in ("steps", "batch_tokens", "multi_token", "fp8", "preset"))
-    assert "default of small: (64, 128); a list, each a whole number from 1" in " ".join(printed.split())
-    assert "--stages" not in printed
+    printed = " ".join(printed.split())
+    assert "In brackets: the default of small" in printed and "--stages" not in printed
+    assert "VALUE tokens a step [(64, 128); a list, each a whole number from 1" in printed
+    assert "VALUE of all stages [30; a whole number" in printed and "--smear VALUE [True; true or" in printed
+    assert "VALUE What a learning rate is, in 100% plain words. 0: none [0.5; a number" in printed
+
+
+def test_what_comments_say_of_fields():
+    assert meanings(Commented) == {"a": "", "b": "beside b", "c": "above c, in two lines beside c", "d": ""}
+
+
+@dataclass(frozen=True)
+class Commented:
+    """c: is no field here.
+
+    Nor is this # a comment.
+    """
+    # ---- A section that says more
+    # in a second line
+    a: int = 0
+    b: int = 1          # beside b
+
+    # above nothing
+
+    # above c, in
+    # two lines
+    c: tuple[str, ...] = (  # beside c
+        "a",)
+    d: str = ""
 
 
 def test_a_log_has_the_stages_as_columns():

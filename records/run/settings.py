@@ -9,6 +9,8 @@ value may be is the type of its field (kinds.py).
 import argparse
 import ast
 import difflib
+import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
@@ -57,6 +59,19 @@ def kinds(config: Config) -> dict[str, type]:
     by_stage = hints(type(stages[0])) if stages else {}
     return {name: kind for name, kind in known.items() if name not in NO_FLAG} | {
         name: tuple[kind, ...] for name, kind in by_stage.items()}
+
+
+def meanings(table: type) -> dict[str, str]:
+    """What the comments above and beside each field of a dataclass say of it, from its source."""
+    found, above, of_section = {}, [], False
+    for line in inspect.getsource(table).splitlines():
+        field = re.match(r"    (\w+): [^#]*(?:# (.*))?$", line)
+        comment = re.match(r"    # (.*)", line)
+        of_section = comment is not None and (of_section or comment[1].startswith("----"))
+        if field:
+            found[field[1]] = " ".join([*above, *filter(None, [field[2]])])
+        above = [*above, comment[1]] if comment and not of_section else []
+    return found
 
 
 def check(config: Config) -> None:
@@ -121,17 +136,23 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
     """
     first = next(iter(presets))
     known, preset_values = kinds(presets[first]), defaults(presets[first])
-    parser = Parser(description=description, allow_abbrev=False,
+    parser = Parser(description=description, allow_abbrev=False, usage="%(prog)s [--SETTING VALUE] ...",
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", help=f"one of {', '.join(presets)}", default=default)
     parser.add_argument("--timetable", metavar="RANKS", nargs="?", const="0",
                         help="print when a step communicates on so many ranks (default: as micro-batches), "
                              "then end")
     parser.add_argument("--explain", action="store_true", help="print what the settings amount to, then end")
+    said = {}
+    if {"-h", "--help"} & {*argv}:
+        for table in {type(row) for row in (presets[first], *getattr(presets[first], "stages", ()))}:
+            said |= meanings(table)
+    group = parser.add_argument_group("settings", f"In brackets: the default of {first}, and what is "
+                                      "allowed. A, B, @names and #numbers: the docstring of `Config`.")
     for name, kind in known.items():
         rule = "" if kind is str else f"; {words(kind)}"
-        parser.add_argument(f"--{name}", metavar="VALUE", action="append",
-                            help=f"default of {first}: {preset_values[name]!r}{rule}".replace("%", "%%"))
+        text = f"{said.get(name, '')} [{preset_values[name]!r}{rule}]"
+        group.add_argument(f"--{name}", metavar="VALUE", action="append", help=text.replace("%", "%%"))
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         name, flags = unknown[0].split("=")[0].lstrip("-"), [*known, "preset", "timetable", "explain"]
