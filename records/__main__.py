@@ -110,7 +110,9 @@ def show(arguments: argparse.Namespace, data: object, text: str) -> None:
 
 def run_check(arguments: argparse.Namespace) -> int:
     folders = arguments.folders or record.folders(arguments.records)
-    results = {folder.resolve().name: check.check(folder) for folder in folders}
+    names = [folder.resolve().name for folder in folders]
+    results = {name if names.count(name) == 1 else str(folder): check.check(folder)
+               for name, folder in zip(names, folders)}
     lines = [] if results else [f"{arguments.records}: no records yet"]
     for name, (problems, notes) in results.items():
         lines.append(f"{name}: {'ok' if not problems else 'NOT VALID'}")

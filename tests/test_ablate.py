@@ -2,6 +2,8 @@
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,32 @@ def test_each_stage_is_timed_with_and_without_adam(config):
             assert first.windows == second.windows and first.tied == second.tied
 
 
+def test_one_late_step_moves_no_row(config, monkeypatch):
+    """Steps without Adam take 12 ms here, and those with it 15."""
+    laps = iter([12.0, 15.0] * 5 + [12.0, 15.0, 15.5, 15.0] + [12.0, 15.0] * 3)
+    clock = SimpleNamespace(start=lambda: None, stop=lambda: None,
+                            lap=lambda: SimpleNamespace(ms=partial(next, laps)))
+    monkeypatch.setattr(ablate, "Clock", lambda _: clock)
+    monkeypatch.setattr(ablate, "pairs_of_stages", lambda _: [(SimpleNamespace(index=0),) * 2])
+    loader, world = SimpleNamespace(batches=lambda _: []), SimpleNamespace(device=None, barrier=lambda: None)
+    trainer = SimpleNamespace(world=world, schedule=None, loader=loader, step=lambda *_: None)
+    assert ablate.measure(trainer, 20) == [13.5]
+
+
+@pytest.mark.parametrize("every, steps, reason", [(3, 50, "Adam updates in every second step that is timed"),
+                                                  (2, 1, "--repeat 1: half of the steps")])
+def test_what_cannot_be_timed(config, every, steps, reason):
+    with pytest.raises(UserError, match=reason):
+        ablate.time_in_turn({"as given": replace(config, adam_every=every)}, None, steps, print)
+
+
+def test_texts_that_some_run_lacks_have_no_column(config, monkeypatch):
+    scores = iter([{"clean": 3.5, "fineweb": 3.7}, {"fineweb": 3.8}])
+    monkeypatch.setattr(ablate, "trained", lambda *_: ablate.Result(3.2, 2.0, [1.0], next(scores)))
+    text = ablate.train_in_turn({"as given": config, "score=none": config}, None, lambda _: None)
+    assert "fineweb" in text and "clean" not in text
+
+
 def test_settings_to_try():
     def tried(text, train=False):
         return ablate.vary(text, ["--preset", "cpu", "--steps", "9"], train)
@@ -35,6 +63,8 @@ def test_settings_to_try():
     batches = [stage.batch_tokens for stage in tried("batch_tokens=(256,256,512)", train=True).stages]
     assert batches == [256, 256, 512]
     assert tried("fp8=(head,mlp)").fp8 == ("head", "mlp") and tried("fp8=none").fp8 == ()
+    for given in (["--fp8", "head,attention"], ["--fp8=head,attention"]):       # It takes its place.
+        assert ablate.vary("fp8=mlp", ["--preset", "cpu", *given, "--steps", "9"], False).fp8 == ("mlp",)
     for wrong, train in (("smaer=false", True), ("heads=3", True), ("seed=1", True),
                          ("batch_tokens=(1024,)", False)):
         with pytest.raises(UserError, match=f"no setting '{wrong.split('=')[0]}' to change here"):
@@ -57,6 +87,7 @@ def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monk
     variants = {"as given": config, "smear=false": replace(config, smear=False), "again": config}
     text = ablate.train_in_turn(variants, None, said.append)
     assert seen == [(seed, smear) for seed in (3, 4) for smear in (True, False, True)] and len(said) == 6
+    assert said[3].startswith("again, seed 4")      # The order turns about.
     assert said[1] == "smear=false, seed 3: 3.3000 in 5.00 s; no other text"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
     # Welch's test of 2 a side, each of a standard error of 0.005: a difference of 0.02 by t of 2 degrees of

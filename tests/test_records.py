@@ -3,12 +3,14 @@ import gzip
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT, TINY
 from conftest import command as train
@@ -21,7 +23,7 @@ from records.tools.logs import find_logs, read_logs
 from records.tools.record import NEWER_FIELDS, RECORDS, create, folders, load, load_all
 from records.tools.rules import CORPUS_RUN
 from records.tools.schema import RecordError
-from tests.synthetic import SOURCES, command, commit_sources, git, write_run
+from tests.synthetic import SOURCES, command, commit_sources, foreign_log, git, write_run
 
 WORDS = {"title": "The first <recipe>", "contributors": ["A. Author"], "parent": None}
 TRAINER = f"{sys.executable} -m tests.synthetic"
@@ -54,8 +56,8 @@ def add_second(root: Path, **header) -> Path:
     header = {"commit": commit_sources(root.parent, CHANGED), **header}
     for seed in range(3):
         write_run(root / "runs", "second", seed, settings={"lr": 0.026}, pace_ms=24.0, sources=CHANGED,
-                  header=header)
-    words = {"title": "Faster", "contributors": [], "parent": "2026-11-21_first", "date": "2026-11-30"}
+                  header=header, day=datetime(2026, 11, 30, 10))
+    words = {"title": "Faster", "contributors": [], "parent": "2026-11-21_first"}
     return create(read_logs([root / "runs" / "*-second"]), root, "second", words, changed="The rate.",
                   why="It is higher.")
 
@@ -122,6 +124,12 @@ def change_byte(log: Path, at: int) -> None:
     (lambda f: change_json(f, parent="gone"), "parent 'gone': "),
     (lambda f: change_json(f, date="2026-11-20"), "the folder's name does not begin with its date"),
     (lambda f: change_json(f, date="yesterday"), "date 'yesterday' is not of the form"),
+    (lambda f: change_json(f, date="2026-12-24"), "date is 2026-12-24, but its first run began on 2026-11-2"),
+    (lambda f: [change_log(log, '"steps": 58', '"steps": 1000') for log in find_logs(f)],
+     "ask for 1002 steps, and it took 60"),
+    (lambda f: change_log(f, '"seed": 0', '"seed": 7'), "its settings say seed 7, its header seed 0"),
+    (lambda f: change_log(f, r'("kind": "summary".*"time_s": \d\.\d)\d', r"\g<1>0"),
+     "the summary's time_s is"),
     (lambda f: change_json(f, runs=[{}]), "a run needs 'log' as str, found nothing"),
     (lambda f: change_json(f, note="new"), "unknown note"),
     (lambda f: change_json(f, schema=1), "read a JSON object with schema 2 or 3"),
@@ -256,6 +264,10 @@ def test_an_old_record_may_name_another_commit_than_its_logs(root, first):
     (first / "record.json").write_text(json.dumps(old))
     problems, notes = check(first)
     assert problems == [] and "by the rules of its time" in notes[-1] and "uncommitted changes" in notes[0]
+    for log in find_logs(first):
+        text = gzip.decompress(log.read_bytes()).decode().replace("2026-11-21T", "2026-11-23T")
+        log.write_bytes(gzip.compress(text.encode()))
+    assert "schema 2 is for runs before 2026-11-23" in check(first)[0]
 
 
 # The rules for new records
@@ -438,6 +450,51 @@ def test_create_refuses(root):
             create(runs, root, "other", WORDS)
 
 
+def test_create_refuses_logs_that_would_be_lost(root, tmp_path):
+    """Runs of two machines that began in one second; a second full run that was cut off, or is foreign."""
+    runs = read_logs([root / "runs"])
+    other = write_run(tmp_path / "elsewhere", "first", 20, header={"commit": runs[0].header["commit"]})
+    with pytest.raises(RecordError, match="two runs are called 20261121-100000-first"):
+        create([*runs, *read_logs([other])], root, "other", WORDS)
+    other.write_text("".join(other.read_text().splitlines(keepends=True)[:-1]))
+    for second, message in ((other, "not finished"), (foreign_log(tmp_path, "a"), "foreign logs go to")):
+        with pytest.raises(RecordError, match=message):
+            create(runs, root, "other", WORDS, second=read_logs([second])[0])
+
+
+def test_a_second_run_that_is_cut_off_ends_the_check_of_its_own_record_alone(root, first, capsys):
+    shutil.copytree(first / "runs", first / "second")
+    for log in find_logs(first / "second")[1:]:
+        log.unlink()
+    [log] = find_logs(first / "second")
+    log.write_bytes(gzip.compress(b"\n".join(gzip.decompress(log.read_bytes()).splitlines()[:-1]) + b"\n"))
+    second = add_second(root)
+    assert command("--records", root, "check") == 1
+    printed = capsys.readouterr().out
+    assert f"{first.name}: NOT VALID\n  problem: {log.name.split('.')[0]}: not finished" in printed
+    assert f"{second.name}: ok" in printed
+
+
+def test_records_of_one_name_are_checked_both(root, first, tmp_path, capsys):
+    good = shutil.copytree(first, root / "again" / first.name)
+    change_json(first, mean_loss=3.0)
+    assert command("--records", root, "check", first, good) == 1
+    printed = capsys.readouterr().out
+    assert f"{first}: NOT VALID" in printed and f"{good}: " in printed
+
+
+def test_hosts_and_numbers_of_processes_may_repeat(root):
+    """Then a key tells the processes apart; older logs have none."""
+    runs, [second] = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))
+    for run in (*runs, second):
+        run.header["process"] = 7
+    with pytest.raises(RecordError, match="needs a process and a seed of its own"):
+        create(runs, root, "corpus", WORDS | {"chosen_with": []}, second=second)
+    for run in (*runs, second):
+        run.header["process_key"] = run.name
+    create(runs, root, "corpus", WORDS | {"chosen_with": []}, second=second)
+
+
 # Comparisons
 
 def test_compare(root):
@@ -582,6 +639,21 @@ def test_a_plot_line_is_one_configuration(root, capsys):
     add_second(root)
     assert command("plot", root / "runs", "--out", root / "plots") == 2
     assert "mix configurations" in capsys.readouterr().err
+
+
+def test_a_resumed_run_is_drawn_where_its_steps_are(root, monkeypatch):
+    """Its log begins behind the checkpoint."""
+    logs = find_logs(root / "runs")[:2]
+    text = re.sub(r'.*"kind": "(step|validation)", "step": ([1-9]|[12]\d|30),.*\n', "", logs[0].read_text())
+    logs[0].write_text(text.replace('"kind": "header"', '"kind": "header", "resumed": {}'))
+    drawn = []
+    monkeypatch.setattr(plots.plt.Axes, "plot", lambda axes, x, y, *_, **__: drawn.append((x, y)))
+    plots.draw(plots.plt.subplots()[1], 0, [(run.steps["step"], run.steps["step"], run.steps["loss"])
+                                            for run in read_logs(logs)], "")
+    [(x, y)] = drawn
+    assert list(x) == list(range(1, 61)) and np.isfinite(y).all()
+    picture = watch.picture(read_logs(logs)[0], None)
+    assert "step 60 of 60" in picture
 
 
 def test_schedule_panels(first):

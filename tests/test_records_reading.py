@@ -111,6 +111,25 @@ def test_runs_on_different_data_are_refused(root):
     pool.require_one_configuration(read_logs([root / "runs"]), "the runs")
 
 
+def test_runs_that_went_on_from_a_checkpoint_are_refused(root):
+    write_run(root / "runs", seed=9, header={"resumed": {"step": 30}})
+    with pytest.raises(RecordError, match="went on from a checkpoint, so its clock has counted only the r"):
+        pool.summarize(read_logs([root / "runs"]))
+
+
+def test_runs_on_other_texts_of_one_name_are_refused(root):
+    """A run that was not scored on a text has none of that name."""
+    for seed, text in ((9, "aa"), (10, "bb")):
+        log = write_run(root / "runs", seed=seed)
+        line = {"kind": "score", "text": "clean", "loss": 3.5, "tokens": 9, "sha256": text}
+        last = '{"kind": "summary"'
+        log.write_text(log.read_text().replace(last, f"{json.dumps(line)}\n{last}"))
+    runs = read_logs([root / "runs"])
+    pool.summarize(runs[:-1])
+    with pytest.raises(RecordError, match=r"differ in texts\.clean\.sha256 \(aa / bb\)"):
+        pool.summarize(runs[-2:])
+
+
 def test_runs_of_several_machines_are_pointed_out(root):
     write_run(root / "runs", seed=9, header={"driver": "590.1"})
     assert "driver (580.95 / 590.1)" in " ".join(pool.summarize(read_logs([root / "runs"]))["notes"])

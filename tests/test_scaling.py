@@ -35,6 +35,18 @@ def test_rows_compare_with_the_fewest_ranks(monkeypatch, tmp_path, capsys):
     assert len(commands) == 3 and all("--preset corpus" in command for command in commands)
 
 
+def test_several_ranks_compare_with_the_faster_way_of_the_fewest():
+    rows = [{"batch": "64 tokens", "ranks": ranks, "collectives": way, "ms": (ms, ms, ms)}
+            for ranks, way, ms in ((2, "copies", 4.0), (2, "nccl", 5.0), (4, "copies", 2.0))]
+    efficiency = [line.split("|")[-2].strip() for line in scaling.scaling_text(rows).splitlines()[2:]]
+    assert efficiency == ["100%", "80%", "100%"]
+
+
+def test_settings_of_its_own_are_refused(capsys):
+    assert scaling.main(["--preset", "cpu", "--steps", "400"]) == 2
+    assert "sets --steps, which is set here" in capsys.readouterr().err
+
+
 def test_a_run_that_fails_ends_in_one_line(monkeypatch, capsys):
     def launch(*_) -> Run:
         raise RecordError("the command above failed")

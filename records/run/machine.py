@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from data.overlap import fingerprint
 from data.shards import Manifest, ShardError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+PROCESS_KEY = uuid4().hex        # Host and number of a process may be those of another machine's.
 
 # Dense bf16 peak, FLOP/s, of devices whose name holds the key (vendor datasheets; first match). Others get no
 # MFU.
@@ -72,8 +74,9 @@ def machine_facts(device: torch.device, world_size: int) -> dict[str, object]:
     """Host, process, devices, driver, versions and commit, as a log's header has them. None: not known."""
     gpus = gpu_states(device)
     dirty = output_of("git", "status", "--porcelain")
-    return {"host": platform.node(), "process": os.getpid(), "devices": [device_name(device)] * world_size,
-            "driver": gpus[0]["driver"] if gpus else None, "gpus": gpus,
+    return {"host": platform.node(), "process": os.getpid(), "process_key": PROCESS_KEY,
+            "devices": [device_name(device)] * world_size, "driver": gpus[0]["driver"] if gpus else None,
+            "gpus": gpus,
             "versions": {"python": platform.python_version(), "torch": torch.__version__,
                          "cuda": torch.version.cuda, "triton": version("triton"), "numpy": np.__version__,
                          "flash_attn": version("flash-attn-4")},

@@ -3,13 +3,13 @@
     torchrun --standalone --nproc_per_node=4 -m records.tools.ablate --preset corpus \\
         --try capture=false --try overlap=false,smear=false
 
-This prints the median milliseconds of a step in each stage, over steps of which half update by Adam. There is
-a row for the settings as given and one for each `--try`, which changes some of them. The first row is
-repeated at the end to show the machine's drift. All settings of train_gpt.py can be given. Instead of timing
-steps it can do these:
+This prints the milliseconds of a step in each stage. Steps with and without Adam's update take turns, and the
+number is the mean of the two kinds' medians. There is a row for the settings as given and one for each
+`--try`, which changes some of them. The first row is repeated at the end to show the machine's drift. All
+settings of train_gpt.py can be given. Instead of timing steps it can do these:
 
 --train            train the whole schedule with each, and print the final losses. `--runs 5` takes five
-                   seeds, each with every `--try` in turn, and tests the difference: one seed says little.
+                   seeds, each with every `--try`, and tests the difference: one seed says little.
 --against FOLDER   time another checkout of this project in turn with this one, with the same settings
 --check N          first take N steps from the same weights, twice eagerly and twice as CUDA graphs, and print
                    how far their losses differ: with deterministic kernels, and with those of training
@@ -65,8 +65,12 @@ def pairs_of_stages(schedule: train_gpt.Schedule) -> list[Pair]:
 
 
 def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
-    """The median milliseconds of a step in each stage, over `steps` steps after four that are not timed."""
-    device, medians = trainer.world.device, []
+    """The milliseconds of a step in each stage, over `steps` steps after four that are not timed.
+
+    Adam updates in every second step, which takes longer. A median over both kinds would lie anywhere in the
+    gap between them, so it is the mean of each kind's median.
+    """
+    device, times = trainer.world.device, []
     for pair in pairs_of_stages(trainer.schedule):
         batches = [[to_device(batch, device) for batch in trainer.loader.batches(step.index)]
                    for step in pair]
@@ -79,8 +83,9 @@ def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
             if i >= 4:
                 laps.append(clock.lap())
         clock.stop()
-        medians.append(statistics.median(lap.ms() for lap in laps))
-    return medians
+        ms = [lap.ms() for lap in laps]
+        times.append((statistics.median(ms[::2]) + statistics.median(ms[1::2])) / 2)
+    return times
 
 
 def vary(text: str, argv: list[str], train: bool) -> train_gpt.Config:
@@ -93,7 +98,11 @@ def vary(text: str, argv: list[str], train: bool) -> train_gpt.Config:
         if name not in known:
             raise UserError(f"--try {text}: no setting {name!r} to change here (train_gpt.py --help lists "
                             "all)")
-    return train_gpt.parse([*argv, *(f"--{name}={value}" for name, value in given)])[0]
+    # Of a list of names a flag that is given twice would add to the first.
+    names = {f"--{name}" for name, _ in given}
+    kept = [word for before, word in zip(["", *argv], argv)
+            if before not in names and word.partition("=")[0] not in names]
+    return train_gpt.parse([*kept, *(f"--{name}={value}" for name, value in given)])[0]
 
 
 def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer:
@@ -107,6 +116,11 @@ def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer
 def time_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, steps: int,
                  say: Callable) -> str:
     """A table of every variant's milliseconds, and of the first one's once more."""
+    if steps < 2:
+        raise UserError(f"--repeat {steps}: half of the steps update by Adam; use at least 2")
+    if slow := [name for name, config in variants.items() if config.adam_every > 2]:
+        raise UserError(f"--adam_every above 2 ({slow[0]}): Adam updates in every second step that is timed; "
+                        "compare whole runs, by --train")
     names, rows = [*variants, *list(variants)[:len(variants) > 1]], []
     for name in names:
         rows.append([name, *(f"{ms:.2f}" for ms in measure(build(variants[name], world), steps))])
@@ -128,16 +142,18 @@ def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
 def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, say: Callable) -> str:
     """A table of means over seeds. Each seed is trained with every variant before the next seed.
 
-    So a drift of the machine takes no side.
+    The order turns about, so that a drift of the machine takes no side.
     """
     results: dict[str, list[Result]] = {name: [] for name in variants}
     first = variants[AS_GIVEN]
-    for seed in range(first.seed, first.seed + first.runs):
-        for name, config in variants.items():
-            results[name].append(run := trained(change(config, seed=seed, runs=1), world))
+    for i in range(first.runs):
+        for name in list(variants)[::-1 if i % 2 else 1]:
+            seed = first.seed + i
+            results[name].append(run := trained(change(variants[name], seed=seed, runs=1), world))
             say(f"{name}, seed {seed}: {run.loss:.4f} in {run.seconds:.2f} s; {scores_text(run.scores)}")
     losses = [run.loss for run in results[AS_GIVEN]]
-    texts = list(results[AS_GIVEN][0].scores)
+    texts = [text for text in results[AS_GIVEN][0].scores
+             if all(text in run.scores for runs in results.values() for run in runs)]
     head = ["", "n", "loss", *texts, "s", "ms a step in each stage",
             "loss against the first row, by Welch's test"]
     rows = [result_row(name, runs, losses, texts) for name, runs in results.items()]

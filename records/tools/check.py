@@ -22,7 +22,9 @@ from records.tools.rules import STAMPS, check_rules, origin
 from records.tools.schema import NUMBER, RecordError, Run
 
 # Of the time between validations: logs round, and a step's end is measured on the device.
+RULES_BEGAN = "2026-11-23"      # when a record had to show three texts, and more (rules.py)
 CLOCK_TOLERANCE = 0.01
+LAST_TOLERANCE = 0.01   # seconds: the clock is read again when the run has ended
 STAMPS_TOLERANCE = 0.1  # seconds: validations begin and end between two readings of the system's time
 
 
@@ -35,6 +37,7 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
     except RecordError as error:
         return [str(error)], []
     first = record.runs[0]
+    began = min(run.header["started"][:10] for run in record.runs)
     problems = check_logs(record.data["runs"], true["runs"])
     if true["schema"] == RECORD_SCHEMA:
         problems += check_rules(true, record.runs, record.second)
@@ -50,6 +53,10 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
         if clashes:
             problems.append(f"{first.label} and {run.label} ran in different environments: "
                             f"{list_clashes(clashes)}")
+    if true["date"] != began:
+        problems.append(f"its date is {true['date']}, but its first run began on {began}")
+    if true["schema"] < RECORD_SCHEMA and began >= RULES_BEGAN:
+        problems.append(f"schema {true['schema']} is for runs before {RULES_BEGAN}")
     if true["schema"] < RECORD_SCHEMA:
         notes.append("scored on the validation text alone, by the rules of its time")
     if not is_proven(true):
@@ -140,6 +147,10 @@ def check_clock(run: Run) -> list[str]:
     count = len(steps["step"])
     if list(steps["step"]) != list(range(1, count + 1)) or count != summary["steps"]:
         problems.append(f"{count} step lines do not count 1 to {summary['steps']}, the summary's steps")
+    if run.planned_steps not in (None, summary["steps"]):
+        problems.append(f"its settings ask for {run.planned_steps} steps, and it took {summary['steps']}")
+    if run.header["config"].get("seed", run.seed) != run.seed:
+        problems.append(f"its settings say seed {run.header['config']['seed']}, its header seed {run.seed}")
     if not count or (run.batch_tokens <= 0).any() or (steps["ms"] <= 0).any():
         problems.append("a step took no tokens or no time")
     if not len(validations["step"]) or validations["step"][-1] != summary["steps"]:
@@ -152,11 +163,10 @@ def check_clock(run: Run) -> list[str]:
             problems.append(f"the clock gave {time_s - before_time:.3f} s to steps {before_step + 1} to "
                             f"{step}, whose own times add up to {needed:.3f} s: work ran outside the clock")
         before_step, before_time = step, time_s
-    last = {"loss": (validations["loss"][-1], 1e-6), "tokens": (steps["tokens"][-1] if count else 0, 0),
-            # The clock is read again when the run has ended.
-            "time_s": (validations["time_s"][-1], CLOCK_TOLERANCE)}
+    last = {"loss": (validations["loss"][-1], 1e-5), "tokens": (steps["tokens"][-1] if count else 0, 0),
+            "time_s": (validations["time_s"][-1], LAST_TOLERANCE)}
     problems += [f"the summary's {key} is {summary[key]}, that of the last step {value}"
-                 for key, (value, tolerance) in last.items() if not same(summary[key], value, tolerance)]
+                 for key, (value, tolerance) in last.items() if abs(summary[key] - value) > tolerance]
     if not same(summary["tokens_per_s"] * summary["time_s"], summary["tokens"], CLOCK_TOLERANCE):
         problems.append(f"tokens_per_s is {summary['tokens_per_s']}, not {summary['tokens']} tokens / "
                         f"{summary['time_s']} s")

@@ -39,7 +39,7 @@ def with_settings(command: str, settings: dict[str, str]) -> str:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             raise RecordError(f"{name!r} is no setting's name: letters, digits and '_' only")
         if re.search(rf"(^|\s)--{re.escape(name)}(\s|=|$)", command):
-            raise RecordError(f"`{command}` sets --{name}, which changes from run to run here: leave it out")
+            raise RecordError(f"`{command}` sets --{name}, which is set here: leave it out")
     return " ".join([command, *(shlex.join([f"--{name}", value]) for name, value in settings.items())])
 
 

@@ -78,15 +78,16 @@ def legend_above(axes: plt.Axes) -> None:
         text.set_text(textwrap.fill(text.get_text(), 44))
 
 
-def draw(axes: plt.Axes, index: int, curves: list[tuple[np.ndarray, np.ndarray]], label: str,
+def draw(axes: plt.Axes, index: int, curves: list[tuple[np.ndarray, ...]], label: str,
          marker: bool = True) -> None:
-    """One group: the curves (x, y) of its runs as a mean line and a range band, point by point.
+    """One group: the curves (steps, x, y) of its runs as a mean line and a range band, step by step.
 
-    Where some runs have ended already, an unfinished one for instance, the others go on alone.
+    Where a run is not, because it has ended or went on from a checkpoint, the others stand alone.
     """
-    padded = np.full((2, len(curves), max(len(x) for x, _ in curves)), np.nan)
-    for run, (x, y) in enumerate(curves):
-        padded[:, run, :len(x)] = x, y
+    points = np.unique(np.concatenate([steps for steps, *_ in curves]))
+    padded = np.full((2, len(curves), len(points)), np.nan)
+    for run, (steps, x, y) in enumerate(curves):
+        padded[:, run, np.searchsorted(points, steps)] = x, y
     x, y = np.nanmean(padded[0], axis=0), padded[1]
     color = COLORS[index % len(COLORS)]
     axes.plot(x, np.nanmean(y, axis=0), color=color, linestyle=DASHES[index % len(DASHES)], label=label,
@@ -101,21 +102,20 @@ def loss_figure(groups: Groups, against: str) -> Figure | None:
     shown = having(groups, lambda run: len(run.validations.get(key, [])) > 0)
     if not shown:
         return None
-    curves = {name: [(run.validations[key], run.validations["loss"]) for run in runs]
-              for name, runs in shown.items()}
+    curves = {name: [(run.validations["step"], run.validations[key], run.validations["loss"])
+                     for run in runs] for name, runs in shown.items()}
     figure, axes = plt.subplots()
     for index, name in enumerate(shown):
         draw(axes, index, curves[name], legend_of("validation", name, shown[name], groups))
-    limits = [y[x > 0] for group in curves.values() for x, y in group]
+    limits = [y[x > 0] for group in curves.values() for _, x, y in group]
     trained = [run for run in next(iter(shown.values())) if len(run.steps.get("loss", []))]
     if len(shown) == 1 and trained:
         width = 1 + len(trained[0].steps["loss"]) // 40
-        training = [(run.step_time_s if against == "time" else run.steps["tokens"],
-                     smooth(run.steps["loss"], width))
-                    for run in trained]
+        training = [(run.steps["step"], run.step_time_s if against == "time" else run.steps["tokens"],
+                     smooth(run.steps["loss"], width)) for run in trained]
         what = "training" + (f" (mean of {width} steps)" if width > 1 else "")
         draw(axes, 1, training, legend_of(what, *next(iter(shown.items())), groups), marker=False)
-        limits += [y[len(y) // 8:] for _, y in training]
+        limits += [y[len(y) // 8:] for *_, y in training]
     for target in targets_of(shown):
         draw_target(axes, target)
     limit_loss(axes, np.concatenate([*limits, targets_of(shown)]))
@@ -214,7 +214,8 @@ def step_time_figure(groups: Groups) -> Figure | None:
     figure, axes = plt.subplots()
     for index, (name, runs) in enumerate(shown.items()):
         label = legend_of("step time", name, runs, groups)
-        draw(axes, index, [(run.steps["step"], run.steps["ms"]) for run in runs], label, marker=False)
+        curves = [(run.steps["step"], run.steps["step"], run.steps["ms"]) for run in runs]
+        draw(axes, index, curves, label, marker=False)
     axes.set_ylim(0, top)
     above = everything[everything > top]
     if len(above):

@@ -26,6 +26,9 @@ def require_sample(runs: list[Run], what: str = "the runs") -> None:
         if not math.isfinite(run.loss):
             raise RecordError(f"{run.label}: its loss is {run.loss}: the run diverged, and a mean would hide "
                               "that")
+        if "resumed" in run.header:
+            raise RecordError(f"{run.label} went on from a checkpoint, so its clock has counted only the "
+                              "rest; leave it out")
     require_one_configuration(runs, what)
     origins = [origin(run) for run in runs]
     repeated = {key: [run.label for run in runs if origin(run) == key] for key, n in Counter(origins).items()
@@ -57,14 +60,15 @@ def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:
     """Setting -> (in a, in b) where two runs differ, seed and name aside; "sources" where their code does.
 
     Of a foreign log against ours only what both say, and that one is foreign. The fingerprints of the data
-    count only where both logs tell them: the first logs did not, and an unfinished one does not yet.
+    and of other texts count only where both logs tell them: the first logs did not, and an unfinished one
+    does not yet.
     """
     ignored = frozenset(key for key in flatten(a.header["config"]) if last_part(key) in NOT_CONFIGURATION)
     fields = ("preset", "world_size", "attention", "fp8", "target", "sources")
     found = (differences(a.header["config"], b.header["config"], ignored)
              | differences({key: a.header.get(key) for key in fields},
                            {key: b.header.get(key) for key in fields}))
-    data = differences(*({"data": (run.summary or {}).get("data", {})} for run in (a, b)))
+    data = differences(*({"data": (run.summary or {}).get("data", {}), "texts": run.texts} for run in (a, b)))
     found |= {key: pair for key, pair in data.items() if None not in pair}
     if a.foreign == b.foreign:
         return found

@@ -120,9 +120,9 @@ def load(folder: Path) -> Record:
     except ValueError:
         raise RecordError(f"{path}: date {data['date']!r} is not of the form 2026-11-21") from None
     runs = [read_log(log) for log in find_logs(folder / "runs")]
-    if any(run.foreign for run in runs):
-        raise RecordError(f"{folder}: a record holds logs of this project's program, not foreign ones")
     second = [read_log(log) for log in find_logs(folder / SECOND)] if (folder / SECOND).exists() else []
+    if any(run.foreign for run in [*runs, *second]):
+        raise RecordError(f"{folder}: a record holds logs of this project's program, not foreign ones")
     if len(second) > 1:
         raise RecordError(f"{folder / SECOND}: {len(second)} logs, expected one")
     return Record(folder, data, runs, next(iter(second), None))
@@ -141,6 +141,8 @@ def run_data(run: Run, folder: str) -> dict:
 def record_data(runs: list[Run], written: dict, second: Run | None = None) -> dict:
     """record.json for these runs: what is `written` by hand (title, …, commit), and what the logs give."""
     summary, header = summarize(runs), runs[0].header
+    if second:
+        require_sample([second], "the second full run")
     loss, time_s = summary["loss"], summary["time_s"]
     schema = written.get("schema", RECORD_SCHEMA)
     newer = {"scores": summary["scores"], "class": table_class(header),
@@ -222,9 +224,12 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
     """
     if not re.fullmatch(NAME, name):
         raise RecordError(f"name {name!r}: letters, digits, '-' and '.' only, as it becomes a folder's name")
-    if any(run.foreign for run in runs):
+    if any(run.foreign for run in [*runs, *filter(None, [second])]):
         raise RecordError("a record needs logs of this project's program; foreign logs go to stats, compare "
                           "and plot")
+    if len(labels := [run.label for run in runs]) > len({*labels}):
+        raise RecordError(f"two runs are called {max(labels, key=labels.count)}, of two machines perhaps; "
+                          "rename the folder of one, for a record keeps each log by that name")
     require_sample(runs)
     header = runs[0].header
     written = {"date": header["started"][:10], "contributors": [], "parent": None,

@@ -106,5 +106,5 @@ def check_second(data: dict, runs: list[Run], second: Run) -> list[str]:
 
 
 def origin(run: Run) -> tuple:
-    """The process that ran it."""
-    return run.header.get("host"), run.header.get("process")
+    """The process that ran it: by a key of its own, or in older logs by host and number, which may repeat."""
+    return run.header.get("process_key") or (run.header.get("host"), run.header.get("process"))

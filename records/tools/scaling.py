@@ -3,11 +3,12 @@
     python -m records.tools.scaling --ranks 1,2,4 --preset corpus --ngram_rows 134217728 --micro_batches 4
 
 Trains for a few steps of each of three batches, on each number of ranks, with collectives by copies between
-GPUs and by NCCL (gloo on a CPU), and reads the milliseconds out of the logs. All other settings go to
-train_gpt.py. `--micro_batches` has to suit the most ranks, so that all compute the same.
+GPUs and by NCCL (gloo on a CPU), and reads the milliseconds out of the logs. Settings go to train_gpt.py, but
+for those that this tool sets. `--micro_batches` has to suit the most ranks, so that all compute the same.
 """
 import argparse
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -18,12 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError
-from records.tools.launch import launch
+from records.tools.launch import launch, with_settings
 from records.tools.markdown import table
 from records.tools.schema import RecordError, Run
 
 WARM, TIMED = 10, 40        # steps of each batch, before the clocks of the GPUs have settled and after
-QUIET = "--extra_steps 0 --val_every 0 --average_steps 0 --save= --score none --val_tokens 65536"
+QUIET = {"extra_steps": "0", "val_every": "0", "average_steps": "0", "save": "", "score": "none",
+         "val_tokens": "65536", "name": "scaling"}
 HEAD = ["tokens a step", "ranks", "collectives", f"ms, median of {TIMED}", "middle half",
         "times as fast as {}", "efficiency"]
 
@@ -42,13 +44,12 @@ def ways(ranks: list[int]) -> Iterator[tuple[int, str]]:
 
 def measure(counts: list[int], batches: str, settings: list[str]) -> list[dict]:
     """A row for each batch, number of ranks and kind of collectives. RecordError where a run fails."""
-    rows, settings = [], shlex.join([*settings, "--batch_tokens", batches])
+    rows, stages = [], batches.count(",") + 1
     for count, way in ways(counts):
-        stages = batches.count(",") + 1
-        flags = f"--steps {stages * (WARM + TIMED)} {QUIET} --name scaling"
         ranks = f"-m torch.distributed.run --standalone --nproc_per_node={count}"
-        command = (f"{shlex.quote(sys.executable)} {ranks} train_gpt.py {settings} {flags} "
-                   f"--peer_copies {str(way != 'nccl').lower()}")
+        command = f"{shlex.quote(sys.executable)} {ranks} train_gpt.py {shlex.join(settings)}"
+        command = with_settings(command, {"batch_tokens": batches, "steps": str(stages * (WARM + TIMED)),
+                                          "peer_copies": str(way != "nccl").lower()} | QUIET)
         with tempfile.TemporaryDirectory() as folder:
             run = launch(f"RUNS_PATH={shlex.quote(folder)} {command}", Path(folder))
         if run.diverged:
@@ -61,9 +62,12 @@ def measure(counts: list[int], batches: str, settings: list[str]) -> list[dict]:
 
 
 def scaling_text(rows: list[dict]) -> str:
-    """The table: every row against the fewest ranks at the same batch."""
+    """The table: every row against the fewest ranks at the same batch, by their faster collectives."""
     fewest = min(row["ranks"] for row in rows)
-    base = {row["batch"]: row["ms"][1] for row in rows if row["ranks"] == fewest}
+    base: dict[str, float] = {}
+    for row in rows:
+        if row["ranks"] == fewest:
+            base[row["batch"]] = min(row["ms"][1], base.get(row["batch"], math.inf))
     cells = []
     for row in sorted(rows, key=lambda row: (int(row["batch"].split()[0].replace(",", "")), row["ranks"])):
         low, middle, high = row["ms"]

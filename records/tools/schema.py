@@ -34,7 +34,7 @@ LINES = {
 }
 # Fields that older logs do not have, by kind of line.
 LATER = {
-    "header": {"host": str, "process": int, "doctor": dict}, "summary": {
+    "header": {"host": str, "process": int, "process_key": str, "doctor": dict}, "summary": {
         "began": NUMBER, "ended": NUMBER, "paused_s": NUMBER, "data": dict, "changed_shards": list,
         "reserved_memory_bytes": int | None},
 }

@@ -54,7 +54,7 @@ def curve(losses: np.ndarray, width: int, height: int) -> list[str]:
 
 def picture(run: Run, parent: Record | None, width: int = 80, height: int = 10) -> str:
     """What there is to say about a run now, as lines of text."""
-    done, planned = len(run.steps["step"]), run.planned_steps
+    done, planned = int(run.steps["step"][-1]) if len(run.steps["step"]) else 0, run.planned_steps
     lines = [f"{run.label} (n-gram table: {table_class(run.header)}): step {done} of {planned or '?'}"
              + ", finished" * run.finished]
     lines += [f"  {warning}" for warning in run.warnings if not warning.startswith("not finished")]
