@@ -50,7 +50,8 @@ def edges(token: bytes, ranks: dict[bytes, int]) -> tuple[list, list]:
 def kind(token: bytes, last: bool) -> str:
     """What a token's first or last character is: a "letter", a "number", "other", or only "part" of one.
 
-    "blank" is the space that the encoder puts before a word, "space" is any other.
+    "blank" is the space that the encoder puts before a word, "space" is any other. A first character of which
+    there is only the beginning is "unknown": nobody can tell whether it is of the same word as the one before.
     """
     for size in range(1, 5):
         try:
@@ -60,7 +61,7 @@ def kind(token: bytes, last: bool) -> str:
         if character.isspace():
             return "blank" if character == " " else "space"
         return {"L": "letter", "N": "number"}.get(unicodedata.category(character)[0], "other")
-    return "part"
+    return "part" if last or token[0] < 0xC0 else "unknown"     # Other bytes of a character are below.
 
 
 # By the kind of a token's last character: of which kind the next one's first is, if both lie in one word.

@@ -68,6 +68,7 @@ def test_of_which_kind_characters_are():
     assert {word: kind(word.encode(), last=True) for word in words} == words
     assert kind("é!".encode(), last=False) == "letter" and kind(" é".encode(), last=False) == "blank"
     assert kind("é".encode()[:1], last=True) == kind("é".encode()[1:], last=False) == "part"
+    assert kind("é".encode()[:1], last=False) == "unknown"
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,11 @@ def test_texts_have_no_such_pair_and_the_encoder_would_write_others(never):
            "½²٣4 a1b2 é e\u0301 ﬁ ß ǅ 汉字かな 한국 עברית ا\u064e 👩‍👩‍👧 …—“quoted”’s \ufeff\u200b <|endoftext|>",
            *("".join(map(chr, rng.choices([*[32, 39, 160] * 900, *range(33, 0x2fff)], k=400)))
              for _ in range(50)),
-           *("".join(rng.choices("aest' \n.1é", k=400)) for _ in range(50))]
+           *("".join(rng.choices("aest' \n.1é", k=400)) for _ in range(50)),
+           # Symbols right before letters, both of which GPT-2 has in pieces.
+           *("".join(chr(rng.choice(symbols)) + chr(rng.randrange(0x4e00, 0x9fff)) for _ in range(2000))
+             for symbols in (range(0x1f300, 0x1f6ff), range(0x2700, 0x27bf), range(0x3000, 0x303f),
+                             range(0xff01, 0xff5e)))]
     for text in [*odd, *(path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("data/*.py")))]:
         ids = np.array(encoding.encode(text, disallowed_special=()), np.int64)
         bits = never[ids[:-1], ids[1:] >> 3] >> (ids[1:] & 7) & 1
