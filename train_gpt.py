@@ -916,7 +916,7 @@ class Optimizer:
                                 for name, shard in self.shards.items() if isinstance(shard, Shard)})
 
     def state(self) -> list[Tensor]:
-        return [self.finite, *(x for shard in self.shards.values() for x in shard.state())]
+        return [self.finite, *self.averages.state, *(x for one in self.shards.values() for x in one.state())]
 
     def snapshot(self) -> tuple[bool, list[Tensor | None]]:
         """All that a step changes, weights included; None for what is all zero, as most is at first."""
@@ -1111,7 +1111,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
     config, world, schedule = trainer.config, trainer.world, trainer.schedule
     clock = Clock(world.device)
     report = Report(log, clock, len(schedule), world.device, world.rank, world.size)
-    points, candidates = set(trainer.validation_points()), trainer.loader.candidates_of
+    points, candidates = trainer.validation_points(), trainer.loader.candidates_of
     report.tokens = sum(step.batch_tokens for step in islice(schedule, first))
     log.first = first
     report.bar.update(first)
@@ -1144,7 +1144,7 @@ def run(config: Config, world: World, started: float) -> Report:
     resumed = find(config)
     trainer = Trainer(config, world)
     facts, name = explain.run_facts(trainer), config.name or config.preset
-    log = RunLog(name, enabled=world.rank == 0 and config.write_log)
+    log = RunLog(name, enabled=not world.rank and config.write_log)
     log.write("header", schema=1, name=name, command=sys.argv, sources=log.sources,
               started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
               **world.found, **machine_facts(world.device, world.size),
@@ -1175,7 +1175,7 @@ def main(argv: list[str] | None = None) -> int:
     outlive_terminal()
     rank = 0
     try:
-        rank, _, _ = launched()
+        rank, *_ = launched()
         config, options = parse(sys.argv[1:] if argv is None else argv)
         if options["timetable"] is not None or options["explain"]:
             groups = parameter_groups(GPT(config, torch.device("meta"), Collectives(1)), config)

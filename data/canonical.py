@@ -50,8 +50,8 @@ def edges(token: bytes, ranks: dict[bytes, int]) -> tuple[list, list]:
 def kind(token: bytes, last: bool) -> str:
     """What a token's first or last character is: a "letter", a "number", "other", or only "part" of one.
 
-    "blank" is the space that the encoder puts before a word, "space" is any other. A first character of which
-    there is only the beginning is "unknown": nobody can tell whether it is of the same word as the one before.
+    "blank" is the space that the encoder puts before a word, "space" is any other. A first character of
+    which there is only the beginning is "unknown": it may be of the same word as the one before or not.
     """
     for size in range(1, 5):
         try:

@@ -63,3 +63,10 @@ def test_a_run_ends_with_the_mixture(config):
     assert plain == averaged
     changed = {name for name, weight in weights.items() if not torch.equal(weight, mixed[name])}
     assert changed == {"attention", "mlp", "head", "embedding"}
+
+
+def test_the_warm_up_leaves_no_average(config):
+    """A checkpoint before the averages begin would keep what it has left, and fail at a NaN."""
+    trainer = train_gpt.Trainer(replace(config, average_steps=2, tied_share=0.0), train_gpt.World())
+    trainer.warm_up()
+    assert trainer.optimizer.averages.state and not any(x.any() for x in trainer.optimizer.averages.state)

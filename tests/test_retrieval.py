@@ -109,6 +109,16 @@ def test_a_guess_depends_on_no_later_token():
     assert changed > 60 and len(rows.unique()) > 20
 
 
+def test_what_fills_a_batch_up_is_no_text():
+    """Token 0, without targets, behind the last sequence."""
+    guesses = Guesses((), (1, 2), 1000, 64, suffix_keys, CPU)
+    tokens = torch.tensor([9, 0, 0, 7, 5] + [0] * 11)
+    batch = train_gpt.Batch(tokens.int(), torch.tensor([0, 0, 7, 5, 6] + [-1] * 11).int(),
+                            torch.tensor([0, 5, 16]).int(), tokens[:0].int(), 11)
+    guesses.learn([batch], Collectives(1).all_gathered)
+    assert guesses.index.written().tolist() == [-10, 1, 1, 8, 6] + [-1] * 11
+
+
 @pytest.mark.parametrize("near, stream", [((), ()), ((2,), ()), ((2,), (3,))])
 def test_rows_of_guesses_follow_those_of_n_grams(near, stream):
     table = ngrams.NGrams((2, 3), 1009, 16, 3, Collectives(1), torch.float32, CPU)
@@ -137,7 +147,7 @@ def test_the_index_holds_what_was_trained_on_and_nothing_else(config):
         trainer.step(step, batches)
         for batch in (train_gpt.to_device(batch, device) for batch in batches):
             sign = 1 - 2 * starts(batch.cu_seqlens, len(batch.tokens)).int()
-            text = torch.cat([text, (batch.tokens + 1) * sign])
+            text = torch.cat([text, ((batch.tokens + 1) * sign).masked_fill(batch.targets < 0, -1)])
         assert torch.equal(index.written(), text)
     trainer.validate(trainer.schedule.validation(4))
     assert len(text) == len(index.text) - 2 and torch.equal(index.written(), text) and index.slots.any()

@@ -12,6 +12,7 @@ from conftest import ROOT, command
 import train_gpt
 from kernels.ranks import collectives
 from kernels.ranks.timetable import SMALL, UPDATE, Traffic, timetable, timetable_text
+from records.run.explain import tables_text
 
 GOLDEN = ROOT / "tests" / "timetable.txt"
 # (tied, the step before updated Adam's groups, this one does)
@@ -184,3 +185,13 @@ def test_explain_prints_the_rates_of_every_group():
     assert lines[0].split()[:2] == ["group", "algorithm"] and len(lines) == 11
     [row] = [line for line in lines if line.startswith("value tables")]
     assert "1.2" in row and "0.75, 0.99" in row             # 150 times 0.008
+
+
+def test_the_text_that_retrieval_gathers_is_listed():
+    """A trainer sends it behind the updates of every step; here it starts and is waited for."""
+    for retrieval in (), (6,):
+        config = replace(train_gpt.PRESETS["corpus"], retrieval=retrieval)
+        model = train_gpt.GPT(config, torch.device("meta"), collectives.Collectives(1))
+        groups = train_gpt.parameter_groups(model, config)
+        text = tables_text(groups, train_gpt.Schedule(config), 2)
+        assert text.count("all_gather text of the step") == 2 * text.count("Steps from") * len(retrieval)

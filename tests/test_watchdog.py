@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from conftest import ROOT, environment
 import train_gpt
 from data.shards import ShardError
 from kernels.ranks.collectives import RankError, with_others
-from kernels.ranks.watchdog import Judge, Told, place
+from kernels.ranks.watchdog import Judge, Told, place, progress
+from records.run.checkpoint import IN_THREAD, Keeper
 from records.run.ending import EXPECTED, exit_status
 from records.run.settings import UserError
 
@@ -70,6 +72,20 @@ def test_a_stopped_rank_ends_the_others(ranks):
     assert f"train_gpt.py: {reason}" in errors
     assert "the disk is full" in errors                 # It ends although the log cannot be written.
     assert ranks[1].wait(5) == -signal.SIGKILL
+
+
+def test_ranks_that_were_suspended_go_on(ranks):
+    """All stopped for longer than they would wait for one, as by a queue that suspends jobs."""
+    assert [process.stdout.readline() for process in ranks] == ["begun\n"] * 3
+    assert ranks[2].wait(20) == 0
+    for process in ranks[:2]:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    for process in ranks[:2]:
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)             # The first one sees the other's old sign of life.
+    time.sleep(3)
+    assert ranks[0].poll() is None and ranks[1].poll() is None
 
 
 def test_a_lost_rank_that_is_no_more_ends_the_others(ranks):
@@ -133,6 +149,24 @@ def test_who_hangs(ranks: Callable[[int], list[tuple[int, bool]]], found: tuple[
 def test_a_collective_that_fails_ends_in_one_line(error, reason):
     with pytest.raises(RankError, match=rf"^another rank .* for 600 s \({reason}\)$"), with_others():
         raise RuntimeError(error)
+
+
+@pytest.mark.parametrize("kind", [torch.AcceleratorError, torch.OutOfMemoryError])
+def test_a_failure_of_this_gpu_is_not_blamed_on_another_rank(kind):
+    with pytest.raises(kind, match="^CUDA"), with_others():
+        raise kind("CUDA")
+
+
+def test_what_ranks_agree_on_for_a_checkpoint_ends_in_one_line_and_is_counted(monkeypatch):
+    """But not in the thread that writes it: the watchdog looks at the program."""
+    def fail(*_) -> None:
+        raise RuntimeError("[gloo/pair.cc:537] Read error")
+    monkeypatch.setattr(dist, "all_reduce", fail)
+    for group, counted in ((IN_THREAD, 0), (1, 1)):
+        before = progress.count
+        with pytest.raises(RankError, match=r"has ended, or has not answered for 600 s \(Read error\)"):
+            Keeper.agreed(SimpleNamespace(groups=[None, None]), True, group)
+        assert progress.count == before + counted
 
 
 def test_the_place_is_that_of_the_main_thread():

@@ -276,7 +276,7 @@ def test_tools_that_train_end_as_the_program_does(place, tool):
 
 @pytest.mark.parametrize("variables, words", [
     ({"RANK": "x"}, "RANK"), ({"WORLD_SIZE": "x"}, "WORLD_SIZE"), ({"WORLD_SIZE": "2"}, "MASTER_ADDR"),
-    ({"LOCAL_RANK": "x"}, "LOCAL_RANK"),
+    ({"LOCAL_RANK": "x"}, "LOCAL_RANK"), ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE"),
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "no.host.invalid", "MASTER_PORT": "29500"}, "find each other"),
 ], ids=str)
 def test_variables_of_a_launcher_that_are_wrong(place, variables, words):

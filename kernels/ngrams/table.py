@@ -47,7 +47,7 @@ class TableState(NamedTuple):
     steps: Tensor  # 0-dim float32: how many updates there were
 
     def rows_updated(self) -> int:
-        """How many rows were ever read in training. The host waits."""
+        """How many rows an update has moved, so not what was read since the last one. The host waits."""
         parts = self.last.split(PART)  # A comparison of the whole might not fit beside a long table.
         return sum(int((part > 0).sum()) for part in parts)
 

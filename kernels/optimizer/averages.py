@@ -46,7 +46,7 @@ class Averages:
         if since >= 0 and since % self.every == 0:
             for (weight, _, memory), average in zip(self.weights, self.state):
                 if since == 0:
-                    average.copy_(weight)       # lerp by 1 would keep a NaN that the warm-up has left.
+                    average.copy_(weight)
                 average.lerp_(weight.float(), min(self.every / memory, 1.0))
         if index == self.total - 1:
             for (weight, bits, _), average in zip(self.weights, self.state):

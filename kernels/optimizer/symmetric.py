@@ -148,7 +148,8 @@ def _launch(x: Tensor, y: Tensor | None, coefficients: tuple[float, ...] | None,
 
 def _check_batch(x: Tensor) -> None:
     fits = x.ndim == 3 and sum((n - 1) * s for n, s in zip(x.shape[1:], x.stride()[1:])) < 2**31
-    check(fits, "x", x, "(batch, m, k) with less than 2**31 elements from a matrix's first to its last")
+    check(fits and x.shape[1] ** 2 < 2**31, "x", x, "(batch, m, k) with less than 2**31 elements from a "
+          "matrix's first to its last, and m * m less than that")
     check(x.dtype in (torch.bfloat16, torch.float16, torch.float32), "x", x, "bfloat16, float16 or float32")
 
 

@@ -50,11 +50,16 @@ class RankError(Exception):
 
 
 @contextmanager
-def with_others() -> Iterator[None]:
-    """RankError where torch.distributed fails inside, because another rank has ended or hangs."""
-    progress.count += 1
+def with_others(counted: bool = True) -> Iterator[None]:
+    """RankError where torch.distributed fails inside, because another rank has ended or hangs.
+
+    The watchdog counts it, but not in a thread of its own (`counted` false): only the program's is looked at.
+    """
+    progress.count += counted
     try:
         yield
+    except (torch.AcceleratorError, torch.OutOfMemoryError):        # of this rank's own GPU
+        raise
     except RuntimeError as error:
         raise RankError(f"another rank has ended, or has not answered for {PATIENCE.total_seconds():.0f} s "
                         f"({reason_of(error)})") from None
@@ -127,7 +132,7 @@ class Collectives:
 
 def ranks_here() -> int:
     """How many ranks torchrun has started on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def can_copy(device: torch.device) -> bool:

@@ -120,18 +120,19 @@ class Watchdog:
     def watch(self) -> None:
         """Count this rank's beats in the store, and notice whose beats or whose program stand still."""
         names = [f"beats of {rank}" for rank in range(self.size)]
-        last, since, beats = [b""] * self.size, [time.monotonic()] * self.size, 0
+        last, since, beats, looked = [b""] * self.size, [time.monotonic()] * self.size, 0, time.monotonic()
         while not self.ended.wait(1.0):
             beats += 1
-            asked = time.monotonic()
             try:
                 self.beat(beats)
                 found = self.store.multi_get(names)
             except RuntimeError:        # The launcher is gone, or some rank has not begun within the time.
                 return
             now = time.monotonic()
-            if now - asked > self.silence / 2:      # This process itself stood still: judge nobody by that.
+            # This process itself stood still, suspended perhaps with all others: judge nobody by that.
+            if now - looked > self.silence / 2:
                 since, self.judge.moved = [now] * self.size, [now] * self.size
+            looked = now
             for rank, beat in enumerate(found):
                 if beat != last[rank] or beat == b"end":
                     last[rank], since[rank] = beat, now

@@ -44,11 +44,11 @@ def launched() -> tuple[int, int, int]:
     RankError if these are not what torchrun sets.
     """
     given = {name: os.environ.get(name) or default for name, default in
-             (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))}
+             (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))}
     wrong = [name for name, text in given.items() if not (text.isdecimal() and len(text) < 10)]
-    rank, size, local = (0, 1, 0) if wrong else map(int, given.values())
+    rank, size, local, here = (0, 1, 0, 1) if wrong else map(int, given.values())
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if size > 1 and not os.environ.get(name)]
-    if wrong or missing or rank >= size:
+    if wrong or missing or rank >= size or not here:
         found = " ".join(f"{name}={text}" for name, text in given.items())
         lacking = f" without {' and '.join(missing)}" * bool(missing)
         raise RankError(f"the environment has {found!a}{lacking}, which torchrun sets otherwise; start with "

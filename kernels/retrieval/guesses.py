@@ -84,10 +84,13 @@ class Guesses:
 
     @torch.no_grad()
     def learn(self, batches: Iterable, all_gathered: Callable[[Tensor], Tensor]) -> None:
-        """Add a step's text: this rank's `batches`, and those of the other ranks. All ranks must call."""
+        """Add a step's text: this rank's `batches`, and those of the other ranks. All ranks must call.
+
+        What fills a batch up, which has no targets, becomes sequences of one token and so matches nothing.
+        """
         if self.index:
-            text = [(batch.tokens + 1) * (1 - 2 * starts(batch.cu_seqlens, len(batch.tokens)).int())
-                    for batch in batches]
+            text = [((batch.tokens + 1) * (1 - 2 * starts(batch.cu_seqlens, len(batch.tokens)).int())
+                     ).masked_fill(batch.targets < 0, -1) for batch in batches]
             self.index.add(all_gathered(torch.cat(text)))
 
     def forget(self) -> None:

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.ranks.collectives import PATIENCE, with_others
 from kernels.streams import side_stream
 from records.run.log import LogError, disk_errors
 from records.run.settings import UserError, shown
@@ -53,6 +54,7 @@ from records.run.weights import (
 
 FORMAT, VERSION = "readable-speedrun-checkpoint", 1
 KEPT = 2                # checkpoints
+IN_THREAD = 0           # the group of ranks that threads speak in
 NAME = "step-{:07d}"    # of their folders
 PART = 2 ** 21          # rows of the n-gram table that are copied at a time
 # Settings that may change from one run to the run that goes on: they do not say what a step computes.
@@ -189,8 +191,9 @@ class Keeper:
         self.folder, self.thread = log.begun_in / config.checkpoint, ThreadPoolExecutor(1)
         # Made here, on this rank's device: a thread begins with the first one.
         self.stream = side_stream("checkpoints") if self.world.device.type == "cuda" else None
-        # One group for the thread, and one for what ranks agree on meanwhile.
-        self.groups = [dist.new_group(backend="gloo") for _ in range(2)] if self.world.size > 1 else []
+        # One group for the thread, IN_THREAD, and one for what ranks agree on meanwhile.
+        self.groups = ([dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2)]
+                       if self.world.size > 1 else [])
         if self.world.rank == 0:
             with disk_errors(f"checkpoints to {self.folder}"):
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +223,8 @@ class Keeper:
         """Whether `value` is true on any rank."""
         found = torch.tensor(int(value))
         if self.groups:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self.groups[group])
+            with with_others(counted=group != IN_THREAD):
+                dist.all_reduce(found, dist.ReduceOp.MAX, self.groups[group])
         return bool(found)
 
     def after(self, steps_done: int) -> None:
@@ -268,7 +272,7 @@ class Keeper:
                 files.flush()
             except OSError as caught:
                 error = caught
-            failed = self.agreed(error is not None or not finite, 0)
+            failed = self.agreed(error is not None or not finite, IN_THREAD)
         with disk_errors(f"the checkpoint {part}"):
             if error:
                 raise error

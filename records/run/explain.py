@@ -1,5 +1,5 @@
 """What a run says of itself: the groups' rates, the first lines on the console, the FLOP of a token."""
-from kernels.ranks.timetable import timetable, timetable_text
+from kernels.ranks.timetable import UPDATE, Transfer, timetable, timetable_text
 
 
 def rates(groups) -> list[dict[str, object]]:
@@ -36,6 +36,8 @@ def tables_text(groups, schedule, ranks: int | None) -> str:
     layers = len(config.layers)
     for step in schedule.kinds().values():
         table = timetable(traffic, layers, step.tied, step.adam_updated, step.update_adam, config.overlap)
+        if config.retrieval:        # The trainer sends it.
+            table.model.append(Transfer("all_gather", "text of the step", None, UPDATE, UPDATE))
         parts += [f"\nSteps from {step.index} on, {ranks} ranks, tied {step.tied}, Adam {step.update_adam}\n",
                   timetable_text(table, layers)]
     return "\n".join(parts)
@@ -61,7 +63,10 @@ def run_facts(trainer) -> dict[str, object]:
 
 
 def ngram_facts(optimizer) -> dict[str, int]:
-    """How many rows of the n-gram table the training read, for a log's summary; nothing without a table."""
+    """How many rows of the n-gram table were read and updated, for a log's summary; nothing without a table.
+
+    If Adam updates in every second step, what an odd last step reads does not count.
+    """
     tables = [shard.table for shard in optimizer.shards.values() if hasattr(shard, "table")]
     return {"ngram_rows_read": tables[0].rows_updated()} if tables else {}
 

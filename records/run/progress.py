@@ -131,7 +131,7 @@ def summarise(report: Report, log: RunLog, target: float, bits: bool,
              f"{max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
              f"started in {ending['startup_s']:.1f} s"]
     if "ngram_rows_read" in ending:
-        lines.append(f"n-gram rows that were read in training: {ending['ngram_rows_read']:,}")
+        lines.append(f"n-gram rows that training read and updated: {ending['ngram_rows_read']:,}")
     if report.scores:
         lines.append("scored: " + ", ".join(f"{name} {loss:.4f}" for name, loss in report.scores.items()))
     return lines + ([f"log {place_of(log.path)}"] if log.path else [])

@@ -93,3 +93,9 @@ def test_products_of_more_than_2_to_the_31_elements():
     assert_as_exact_as_pytorch(out[-2:], gram_reference(last), last.double() @ last.double().mT)
     p = polynomial(out, 3.5, -2.5e-3, 5e-7)
     assert torch.equal(p[-2:], polynomial(out[-2:], 3.5, -2.5e-3, 5e-7))
+
+
+def test_a_product_too_large_for_its_indices_is_refused():
+    """Of a small x: the kernel's places in m by m are 32 bits long."""
+    with pytest.raises(ValueError, match="m \\* m less than that"):
+        gram(torch.empty(1, 50_000, 16, dtype=torch.bfloat16, device="meta"))
