@@ -17,7 +17,7 @@ die() { echo "run.sh: $*" >&2; exit 2; }
 gpus=0
 if command -v nvidia-smi >/dev/null 2>&1; then
     gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true); fi
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[0-9GM]' || true); fi
 fi
 # The lowest compute capability of the GPUs: 9 is Hopper. A driver that does not know it counts as 0.
 capability=0
@@ -96,6 +96,8 @@ ranks=2
 if [ "$gpus" -gt 0 ]; then
     for ranks in 8 4 2 1; do if [ "$ranks" -le "$gpus" ]; then break; fi; done
 fi
+# The small model has two micro-batches.
+case "$* " in *--preset[=\ ]"cpu "*) ranks=$((ranks > 2 ? 2 : ranks)) ;; esac
 cores=$(getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 

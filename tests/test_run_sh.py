@@ -22,7 +22,7 @@ def machine(tmp_path):
 
     pip fails where it is asked for `lacks`.
     """
-    def run(*arguments: str, capabilities: str, lacks: str = "flash-attn") -> tuple[str, str]:
+    def run(*arguments: str, capabilities: str, lacks: str = "flash-attn", **more: str) -> tuple[str, str]:
         for name in ("run.sh", "requirements.txt"):
             shutil.copy(ROOT / name, tmp_path)
         asked = tmp_path / "asked"
@@ -34,6 +34,7 @@ def machine(tmp_path):
                f"{capabilities};; *) printf '%s\\n' {cards};; esac\n")
         variables = environment(PATH=f"{tmp_path}/bin:/usr/bin:/bin:{Path(shutil.which('python3')).parent}")
         del variables["PYTHON"], variables["CUDA_VISIBLE_DEVICES"]
+        variables |= more
         done = subprocess.run(["./run.sh", *arguments], cwd=tmp_path, env=variables, capture_output=True,
                               text=True, timeout=60)
         assert done.returncode == 0, done.stderr
@@ -49,6 +50,19 @@ def test_fast_attention_is_installed_where_every_gpu_is_hopper_or_newer(machine,
     assert ("flash-attn-4[cu13]==" in asked) == installs
     assert ("did not install (see above). Torch's own attention runs" in errors) == installs
     assert f"--nproc_per_node={len(capabilities.split())} train_gpt.py --preset cpu" in asked
+
+
+@pytest.mark.parametrize("visible, flags, ranks", [
+    ("0,1,2,3", "--steps 9", 4), ("GPU-a,MIG-b", "--steps 9", 2), ("-1", "--steps 9", 2),
+    ("", "--steps 9", 2), ("0,1,2,3", "--preset cpu", 2), ("0", "--preset cpu", 1),
+    ("0,1,2,3", "--steps 9 --preset=cpu --seed 1", 2),
+])
+def test_ranks_are_the_gpus_that_may_be_seen(machine, visible, flags, ranks):
+    """None behind -1, where two ranks share the CPU; the small model has work for two."""
+    asked, _ = machine(*flags.split(), "--data_path", "x", capabilities="9.0 9.0 9.0 9.0",
+                       CUDA_VISIBLE_DEVICES=visible)
+    assert f"--nproc_per_node={ranks} train_gpt.py" in asked
+    assert ("flash-attn" in asked) == (visible not in ("", "-1"))
 
 
 @pytest.mark.parametrize("python, status, words", [
