@@ -364,6 +364,18 @@ def test_multiple_choice_by_the_usual_rule(trained, saved, tmp_path):
             list(score.read_questions(path))
 
 
+def test_an_ending_that_is_longer_than_a_sequence_is_refused(saved):
+    """One of 256 tokens, all of a sequence, is scored whole; a longer one would seem likelier than it is."""
+    longest = "b" * 255                 # behind a space
+    for_it, start = Bytes().encode(f" {longest}".encode()), Bytes().encode(b"some context")
+    [found] = score.score_endings(saved, [(np.concatenate([start, for_it[1:]]), 256)])
+    assert found == pytest.approx(score.score_documents(saved, [for_it])[0], rel=1e-5)
+    assert score.score_questions(saved, [("a", [longest, "c"], 0)], Bytes().encode)[0] == 1
+    questions = [("a", ["b", "c"], 0), ("a", ["b", longest + "b"], 1)]
+    with pytest.raises(score.DataError, match="question 2: an ending of 257 tokens, .* at most 256 at"):
+        score.score_questions(saved, questions, Bytes().encode)
+
+
 def test_score_as_a_command(trained, shards, tmp_path, monkeypatch, capsys):
     def run(*words: object) -> tuple[str, str]:
         monkeypatch.setattr(sys, "argv", ["score", *map(str, words)])

@@ -116,7 +116,10 @@ def token_losses(x: Tensor, head: Tensor, wanted: loss.Targets, *_, **__) -> Ten
 
 @torch.no_grad()
 def score_endings(saved: Saved, texts: Iterable[tuple[np.ndarray, int]]) -> Iterator[float]:
-    """For each text (tokens (n,), of which the last k are the ending) the loss of its ending, in nats."""
+    """For each text (tokens (n,), of which the last k are the ending) the loss of its ending, in nats.
+
+    An ending has no more tokens than a sequence, `val_sequence_length`.
+    """
     model, longest, ops = saved.model, saved.model.config.val_sequence_length, saved.model.ops
     sequences, lengths = [], []
     for tokens, ending in texts:
@@ -155,11 +158,14 @@ def read_questions(path: Path) -> Iterator[tuple[str, list[str], int]]:
 def score_questions(saved: Saved, questions: Iterable[tuple[str, list[str], int]],
                     encode: Callable[[bytes], np.ndarray]) -> tuple[int, int, int]:
     """How many questions there are, how many are right, and how many by the endings' loss a character."""
-    questions = list(questions)
+    questions, longest = list(questions), saved.model.config.val_sequence_length
     texts = []
-    for context, endings, _ in questions:
+    for number, (context, endings, _) in enumerate(questions, 1):
         for ending in endings:
             begin, end = encode(context.rstrip().encode()), encode(f" {ending.strip()}".encode())[1:]
+            if len(end) > longest:      # The loss of a part of it would make it the likeliest.
+                raise DataError(f"question {number}: an ending of {len(end):,} tokens, the model is scored "
+                                f"on at most {longest:,} at a time; remove the question")
             texts.append((np.concatenate([begin, end]), len(end)))
     losses, right, normalised = score_endings(saved, texts), 0, 0
     for _, endings, label in questions:
