@@ -277,10 +277,14 @@ def test_only_the_newest_two_are_kept(tmp_path, config, monkeypatch):
     trainer = made_up_trainer(0, 1, torch.float32, False, fill=True)
     trainer.config, trainer.world.barrier = config, lambda: None
     (tmp_path / "step-0000009.part").mkdir()
+    for name in ("step-0000004.old", "step-1.part", "step-by-step"):        # not ours
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.json").touch()
     with checkpoint.Keeper(trainer, train_gpt.RunLog("", False)) as keeper:
         for steps_done in range(1, 5):
             keeper.after(steps_done)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0000003", "step-0000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-0000003", "step-0000004", "step-0000004.old", "step-1.part", "step-by-step"]
     for bad in (trainer.optimizer.finite, next(iter(trainer.optimizer.shards.values())).weight):
         kept = bad.clone()
         bad.fill_(torch.nan if bad.is_floating_point() else False)

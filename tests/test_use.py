@@ -19,6 +19,7 @@ from data.scoring import validation_stream
 from data.vocabulary import Bytes
 from kernels import ngrams
 from records.run import settings, weights
+from records.run.log import LogError
 from records.run.settings import UserError
 from use import export, score
 from use import model as use_model
@@ -240,6 +241,40 @@ def test_top_k_and_top_p():
     assert seen(1.0, 0, 0.4) == seen(0.0, 0, 1.0) == seen(0.01, 0, 1.0) == {1}
 
 
+def save_untrained(config, folder) -> None:
+    """The folder of a model of two micro-batches that no step has trained."""
+    config = settings.change(replace(config, save=str(folder)), micro_batches=2)
+    model = train_gpt.GPT(config, CPU, train_gpt.Collectives(1))
+    log = train_gpt.RunLog("", False)
+    weights.save_model(model, train_gpt.Report(log, train_gpt.Clock(CPU), 1, CPU, 0, 1), log)
+
+
+def test_saving_and_exporting_touch_nothing_else(config, tmp_path, monkeypatch):
+    """Folders with like names are the user's. An older model goes; what fails leaves nothing behind."""
+    (tmp_path / "plain").mkdir()
+    for name in ("model.old", "model.part", "out.old", "out.part"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for _ in range(2):
+        save_untrained(config, tmp_path / "model")
+        (tmp_path / "model/older").touch()
+    save_untrained(config, tmp_path / "model")
+    assert not (tmp_path / "model/older").exists()
+    saved = use_model.load(tmp_path / "model", CPU, **PLAIN)
+    export.export(saved, tmp_path / "out", False, None, 0)
+    after = sorted([*before, "model", "out"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == after
+    assert all((tmp_path / name / "mine").exists() for name in before if name != "plain")
+    assert len({(tmp_path / name).stat().st_mode for name in ("plain", "model", "out")}) == 1
+    monkeypatch.setattr(weights.TensorFiles, "flush", lambda _: open("/dev/full", "w").write("x" * 99999))
+    with pytest.raises(LogError, match="the disk is full"):
+        save_untrained(config, tmp_path / "another")
+    with pytest.raises(OSError):
+        export.export(saved, tmp_path / "another", False, None, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == after
+
+
 def change(folder, name: str, edit) -> None:
     path = folder / name
     path.write_bytes(edit(path.read_bytes()))
@@ -254,10 +289,7 @@ def change(folder, name: str, edit) -> None:
     ("config.json", lambda data: data.replace(b'"smear"', b'"smudge"'), [r"does not know \(smudge\)"]),
 ], ids=["truncated", "renamed", "not JSON", "foreign", "newer", "unknown setting"])
 def test_a_bad_model_is_refused_in_one_line(tmp_path, config, name, edit, parts):
-    config = settings.change(replace(config, save=str(tmp_path / "model")), micro_batches=2)
-    model = train_gpt.GPT(config, CPU, train_gpt.Collectives(1))
-    log = train_gpt.RunLog("", False)
-    weights.save_model(model, train_gpt.Report(log, train_gpt.Clock(CPU), 1, CPU, 0, 1), log)
+    save_untrained(config, tmp_path / "model")
     change(tmp_path / "model", name, edit)
     with pytest.raises(UserError) as error:
         use_model.load(tmp_path / "model", CPU, **PLAIN)

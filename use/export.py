@@ -20,7 +20,7 @@ from torch import Tensor
 from data.errors import DataError, positive, printable, whole
 from kernels.loss.cross_entropy import SOFTCAP
 from kernels.ngrams import HASH
-from records.run.weights import TensorFiles, name_files, publish, write_json
+from records.run.weights import TensorFiles, name_files, new_folder, write_json
 from use.model import PLAIN, Saved, choose_device, load, one_line
 from use.score import score_shards
 
@@ -118,23 +118,21 @@ def table_text(saved: Saved, with_table: bool, shards: Path | None, tokens: int)
 
 def export(saved: Saved, out: Path, with_table: bool, shards: Path | None, tokens: int) -> str:
     """Write the folder `out`; returns what its card says about the n-gram table."""
-    part = out.with_name(f"{out.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    table, files = table_text(saved, with_table, shards, tokens), TensorFiles(part, "model")
-    for name, x in weights_of(saved, with_table).items():
-        files.add(name, x)
-    files.flush()
-    name_files(files)
-    config = settings_of(saved, with_table)
-    write_json(part / "config.json", config)
-    special = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")}
-    write_json(part / "generation_config.json", special)
-    shutil.copy(MODELING, part)
-    card = CARD.format(**saved.facts | {"vocabulary": saved.facts["vocabulary"] or "one of its own"},
-                       table=table, start=config["bos_token_id"])
-    (part / "README.md").write_text(card)
-    publish(part, out)
+    table, config = table_text(saved, with_table, shards, tokens), settings_of(saved, with_table)
+    with new_folder(out) as part:
+        files = TensorFiles(part, "model")
+        for name, x in weights_of(saved, with_table).items():
+            files.add(name, x)
+        files.flush()
+        name_files(files)
+        write_json(part / "config.json", config)
+        special = {name: config[name]
+                   for name in ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")}
+        write_json(part / "generation_config.json", special)
+        shutil.copy(MODELING, part)
+        card = CARD.format(**saved.facts | {"vocabulary": saved.facts["vocabulary"] or "one of its own"},
+                           table=table, start=config["bos_token_id"])
+        (part / "README.md").write_text(card)
     return table
 
 

@@ -55,7 +55,7 @@ from records.run.weights import (
 FORMAT, VERSION = "readable-speedrun-checkpoint", 1
 KEPT = 2                # checkpoints
 IN_THREAD = 0           # the group of ranks that threads speak in
-NAME = "step-{:07d}"    # of their folders
+NAME, NAMED = "step-{:07d}", "step-" + 7 * "[0-9]"      # of their folders; what else is there is not ours
 PART = 2 ** 21          # rows of the n-gram table that are copied at a time
 # Settings that may change from one run to the run that goes on: they do not say what a step computes.
 FREE = {"preset", "name", "runs", "target", "data_path", "epochs", "val_tokens", "val_every", "val_chunk",
@@ -197,7 +197,7 @@ class Keeper:
         if self.world.rank == 0:
             with disk_errors(f"checkpoints to {self.folder}"):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for left_over in self.folder.glob("step-*.part"):
+                for left_over in self.folder.glob(f"{NAMED}.part"):
                     shutil.rmtree(left_over)
         self.world.barrier()
 
@@ -292,7 +292,7 @@ class Keeper:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The whole checkpoints in a folder, oldest first."""
-    return sorted(path.parent for path in folder.glob("step-*/index.json") if path.parent.suffix != ".part")
+    return sorted(path.parent for path in folder.glob(f"{NAMED}/index.json"))
 
 
 class Found(NamedTuple):

@@ -6,7 +6,6 @@ which the log's header names, `changes.patch` holds them.
 import errno
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,15 +20,11 @@ class LogError(Exception):
 
 
 @contextmanager
-def disk_errors(what: str, part: Path | None = None) -> Iterator[None]:
-    """Turn an OSError inside the block into a LogError about `what`. An error removes the folder `part`."""
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn an OSError inside the block into a LogError about `what`."""
     try:
         yield
-    except BaseException as error:
-        if part:
-            shutil.rmtree(part, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
+    except OSError as error:
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror
         raise LogError(f"cannot write {what}: {reason}; free some space or choose another place (RUNS_PATH "
                        "for logs, --write_log false for none)") from error

@@ -13,8 +13,9 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
@@ -107,15 +108,36 @@ def write_json(path: Path, data: dict) -> None:
 
 
 def publish(part: Path, folder: Path) -> None:
-    """Give a finished folder its name, so that it is there whole or not at all. An older one goes."""
+    """Give a finished folder its name, so that it is there whole or not at all. An older one goes.
+
+    It goes by way of a new name, since a FOLDER.old may be the user's.
+    """
     sync(part)
-    old = folder.with_name(f"{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = None
     if folder.exists():
-        os.replace(folder, old)
+        old = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder.parent))
+        os.replace(folder, old / folder.name)
     os.replace(part, folder)
     sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if old:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to be filled, which is then published as `folder`; an error removes it.
+
+    Until then it lies beside it under a new name, since whatever else is there may be the user's.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
+    try:
+        part = own / folder.name        # Only its owner may read `own`; this one is a folder like any other.
+        part.mkdir()
+        yield part
+        publish(part, folder)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def plain(config) -> dict:
@@ -182,14 +204,12 @@ def save_model(model, report, log) -> list[str]:
     config, table = model.config, model.ngrams.table
     if config.save == LOG and not config.write_log:
         return []
-    first, part = report.rank == 0, None
+    first = report.rank == 0
     if first:
         folder = log.path.parent / "model" if config.save == LOG else log.begun_in / config.save
-        part = folder.with_name(f"{folder.name}.part")
-    with disk_errors(f"the model to {folder}" if first else "the model", part):
+    with (disk_errors(f"the model to {folder}" if first else "the model"),
+          new_folder(folder) if first else nullcontext() as part):
         if first:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
             files = TensorFiles(part, "model")
             for name, x in model.state_dict().items():
                 if name != "ngrams.table":
@@ -217,7 +237,6 @@ def save_model(model, report, log) -> list[str]:
         (part / "README.md").write_text(CARD.format(**facts, scores=scores, since=since), "utf-8", "replace")
         write_json(part / "config.json", {"format": FORMAT, "version": VERSION, **facts,
                                           "scores": report.scores, "config": plain(config)})
-        publish(part, folder)
     return [f"model {place_of(folder)}: {files.size / 1e6:,.1f} MB"]
 
 
