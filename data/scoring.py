@@ -43,6 +43,8 @@ def scored_text(name: str, settings: TextSettings, tokens: int, chunk: int, sequ
     holds whole sequences and is filled up with tokens that are not scored. Empty chunks make the number of
     chunks a `multiple`. With `scored` (tokens + 1,) bool only targets that it marks are scored.
     """
+    if sequence_length > chunk:
+        raise ValueError(f"sequences of {sequence_length} tokens in chunks of {chunk}, which would cut them")
     text = validation_stream(settings.folder, settings.vocab_size, tokens)
     starts = np.union1d([0], document_starts(text[:tokens], settings.document_start))
     starts, ends = cut_documents(starts, tokens, sequence_length, keep_tails=True)

@@ -344,6 +344,8 @@ def test_too_few_tokens(tmp_path, config):
         loader(config)
     with pytest.raises(ShardError, match="3,000 validation tokens, --val_tokens 9000"):
         validation(replace(config, val_tokens=9000))
+    with pytest.raises(ValueError, match="sequences of 256 tokens in chunks of 255"):
+        validation(replace(config, val_chunk=255))
 
 
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)

@@ -522,6 +522,14 @@ def test_a_long_table_is_left_out_at_a_price_that_is_measured(trained, shards, t
     assert whole == pytest.approx(expected, abs=1e-4) and without != whole
     names = load_file(tmp_path / "out/model.safetensors").keys()
     assert "head" in names and not [name for name in names if "ngram" in name]
+    # Fewer positions than a sequence has tokens, and more than training had: the losses stay the same.
+    for positions in (100, 2048):
+        out = tmp_path / str(positions)
+        again = as_exported(trained[0], out, "--most", "0", "--shards", str(shards), "--positions",
+                            str(positions), capsys=capsys, monkeypatch=monkeypatch)
+        assert again.replace(str(out), "") == said.replace(str(tmp_path / "out"), "")
+        assert len(load_file(out / "model.safetensors")["cos"]) == positions
+        assert json.loads((out / "config.json").read_text())["max_position_embeddings"] == positions
     with pytest.raises(SystemExit):
         as_exported(trained[0], tmp_path / "out", capsys=capsys, monkeypatch=monkeypatch)
     assert "exists; choose another --out" in capsys.readouterr().err

@@ -41,7 +41,7 @@ Its vocabulary is {vocabulary}. A text begins with token {start}, which no token
 """
 
 
-def settings_of(saved: Saved, with_table: bool) -> dict:
+def settings_of(saved: Saved, with_table: bool, positions: int) -> dict:
     """config.json for transformers."""
     model, config, step = saved.model, saved.model.config, saved.step
     cos, _, scale = model.rotary[step.windows[1] * config.window_block]
@@ -54,7 +54,7 @@ def settings_of(saved: Saved, with_table: bool) -> dict:
                      "AutoModelForCausalLM": "modeling_speedrun.SpeedrunForCausalLM"},
         "vocab_size": config.vocab_size, "padded_vocab": config.padded_vocab, "width": config.width,
         "heads": config.heads, "head_dim": config.head_dim, "qk_dim": config.qk_dim, "rotary": cos.shape[1],
-        "max_position_embeddings": len(cos), "attention_scale": scale, "softcap": SOFTCAP,
+        "max_position_embeddings": positions, "attention_scale": scale, "softcap": SOFTCAP,
         "gate_channels": config.gate_channels, "smear": config.smear, "backout": model.backout_stream,
         "copy_channels": config.copy_channels, "copy_scale": model.copy_head.scale,
         "layers": layers, "ngrams": config.ngrams if with_table else (), "ngram_count": saved.facts["rows"],
@@ -63,12 +63,12 @@ def settings_of(saved: Saved, with_table: bool) -> dict:
         "pad_token_id": config.document_start, "tie_word_embeddings": False}
 
 
-def weights_of(saved: Saved, with_table: bool) -> dict[str, Tensor]:
+def weights_of(saved: Saved, with_table: bool, positions: int) -> dict[str, Tensor]:
     """The weights by their names in modeling_speedrun.py."""
     model, config = saved.model, saved.model.config
     cos, sin, _ = model.rotary[saved.step.windows[1] * config.window_block]
-    weights = {"embedding": model.embedding, "head": model.head, "scalars": model.scalars, "cos": cos,
-               "sin": sin}
+    weights = {"embedding": model.embedding, "head": model.head, "scalars": model.scalars,
+               "cos": cos[:positions], "sin": sin[:positions]}
     if model.smear_gate is not None:
         weights["smear_gate"] = model.smear_gate
     weights |= {f"copy_head.{name}": x for name, x in model.copy_head.named_parameters()}
@@ -116,12 +116,20 @@ def table_text(saved: Saved, with_table: bool, shards: Path | None, tokens: int)
             f"token, with the table {whole:.4f}.")
 
 
-def export(saved: Saved, out: Path, with_table: bool, shards: Path | None, tokens: int) -> str:
+def room(saved: Saved) -> int:
+    """The positions that a model has rotary tables for."""
+    return len(saved.model.rotary[saved.step.windows[1] * saved.model.config.window_block][0])
+
+
+def export(saved: Saved, out: Path, with_table: bool, shards: Path | None, tokens: int,
+           positions: int | None = None) -> str:
     """Write the folder `out`; returns what its card says about the n-gram table."""
-    table, config = table_text(saved, with_table, shards, tokens), settings_of(saved, with_table)
+    positions = positions or room(saved)
+    table = table_text(saved, with_table, shards, tokens)
+    config = settings_of(saved, with_table, positions)
     with new_folder(out) as part:
         files = TensorFiles(part, "model")
-        for name, x in weights_of(saved, with_table).items():
+        for name, x in weights_of(saved, with_table, positions).items():
             files.add(name, x)
         files.flush()
         name_files(files)
@@ -150,15 +158,17 @@ def main() -> None:
     with one_line(parser) as options:
         if options.out.exists():
             raise DataError(f"{options.out}: exists; choose another --out or remove it")
-        changes = {} if options.positions is None else {"val_chunk": options.positions}
-        saved = load(options.folder, choose_device(options.device), **PLAIN, **changes)
+        saved = load(options.folder, choose_device(options.device), **PLAIN)
+        if (options.positions or 0) > room(saved):
+            saved = load(options.folder, saved.model.device, **PLAIN, val_chunk=options.positions)
         config = saved.model.config
         size = saved.facts["written"] * (4 * config.head_dim + 4)
         # That file looks up n-grams of tokens alone.
         with_table = 0 < size <= options.most * 1e9 and not (config.ngram_classes or config.near_match)
         if options.shards is None and size and not with_table:
             print("python -m use.export: the n-gram table is left out; --shards DIR measures what that costs")
-        table = export(saved, options.out, with_table, options.shards, options.tokens or config.val_tokens)
+        tokens = options.tokens or config.val_tokens
+        table = export(saved, options.out, with_table, options.shards, tokens, options.positions)
         print(printable(f"{options.out}: {table}"))
 
 
