@@ -134,6 +134,7 @@ def build(documents: Documents, folder: Path, vocabulary: str | Path = "gpt2", s
         if any(folder.glob("*.bin")):
             raise DataError(f"{folder} already holds shards; choose another folder with --out, or: rm "
                             f"{folder}/*.bin")
+        (folder / "manifest.json").unlink(missing_ok=True)      # of shards that are gone
         writers = [ShardWriter(staging, split, shard_tokens) for split in ("train", "val")]
         for results in in_order(functools.partial(tokenise, vocabulary, share), batches(documents), workers):
             for validation, tokens in results:

@@ -26,11 +26,13 @@ from data.errors import DataError
 from data.readers import Documents
 from data.shards import (
     HEADER_BYTES,
+    Manifest,
     ShardError,
     document_starts,
     find_shards,
     incoming,
     open_shard,
+    shards_in,
     write_shard,
 )
 from data.vocabulary import load_vocabulary, split_long_space
@@ -535,6 +537,11 @@ def test_text_never_mixes_with_other_shards(tmp_path, monkeypatch, capsys):
     message = refused_here(monkeypatch, capsys, text, write_input(tmp_path, "a.txt"), "--bytes", "--out",
                            tmp_path)
     assert "already holds shards" in message and f"rm {tmp_path}/*.bin" in message
+    # That advice works, whatever a manifest says of the shards that are gone.
+    Manifest(tmp_path).record(**{"train_000007.bin": {"tokens": 1, "sha256": ""}})
+    (tmp_path / "train_000000.bin").unlink()
+    text.build(Documents([str(tmp_path / "a.txt")]), tmp_path, "bytes", 0)
+    assert shards_in(str(tmp_path), "train") == [tmp_path / "train_000000.bin"]
 
 
 def test_document_beyond_the_limit_is_refused(tmp_path, monkeypatch):
