@@ -2,6 +2,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 import time
 from contextlib import suppress
@@ -151,6 +152,24 @@ def test_reading_on_gives_the_logits_of_one_forward_pass(saved, pieces):
     found = torch.cat(found, 1)
     for sample_logits in found:
         torch.testing.assert_close(sample_logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_without_ngrams_reads_on(config, tmp_path):
+    save_untrained(replace(config, ngrams=()), tmp_path / "model")
+    saved, text = use_model.load(tmp_path / "model", CPU, **PLAIN), torch.tensor([256, 97, 98, 99, 97])
+    wanted, reader = all_logits(saved, text), Reader(saved)
+    found = torch.cat([reader.read(piece) for piece in text[None].split(2, 1)], 1)[0]
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash4"])
+def test_a_model_from_a_machine_with_another_attention(trained, tmp_path, shards, backend):
+    shutil.copytree(trained[0], tmp_path / "model")
+    change(tmp_path / "model", "config.json",
+           lambda data: data.replace(b'"attention": "auto"', b'"attention": "%s"' % backend.encode()))
+    assert backend in (tmp_path / "model/config.json").read_text()
+    here, there = (use_model.load(folder, CPU) for folder in (trained[0], tmp_path / "model"))
+    assert score.score_shards(there, shards, 500) == score.score_shards(here, shards, 500)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ class Reader:
         self.model, self.step, config = saved.model, saved.step, saved.model.config
         self.cos, self.sin, _ = self.model.rotary[self.step.windows[1] * config.window_block]
         self.start, self.config = config.document_start, config
-        self.again = max(*config.ngrams, 2) - 1         # tokens before the new ones that are read again
+        self.again = max((*config.ngrams, 2)) - 1       # tokens before the new ones that are read again
         self.tokens = torch.empty(1, 0, dtype=torch.long, device=self.model.device)     # (samples, read)
         self.age = self.tokens                          # of each, tokens since its document's start
         # Of each layer: keys, values, and the other half of the newest key.

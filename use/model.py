@@ -67,13 +67,14 @@ class WrittenRows:
 def load(folder: Path, device: torch.device, **changes: object) -> Saved:
     """The model in a folder that `--save` wrote. `changes` of its settings say how it runs, as PLAIN does.
 
+    Attention is the fastest that runs here, since the model may have been trained on another machine.
     UserError where the folder does not hold a whole model of this program.
     """
     with fitting(folder), torch.random.fork_rng(devices=[]), torch.no_grad():
         facts, tensors = read_model(folder)
         config = config_of(facts, folder)
         check_config(config, train_gpt.Ops._fields)
-        config = replace(config, **changes)
+        config = replace(config, **{"attention": "auto"} | changes)
         rows, look_up = config.ngram_rows if config.ngrams else 0, None
         short = replace(config, ngram_rows=min(rows, 1))
         # A model of no memory first, so that the files are no shorter than what is made for them.
