@@ -409,8 +409,15 @@ def test_multiple_choice_by_the_usual_rule(trained, saved, tmp_path):
         normalised += a_character.index(min(a_character)) == label
     found = score.score_questions(saved, questions, Bytes().encode)
     assert found == (3, right, normalised)
-    for line in ("[]", "{}", '{"ctx": "a", "endings": ["b"], "label": 1}', "no"):
-        path.write_text(line)
+    # U+2028 and others that Unicode takes for ends of lines may stand in a question.
+    question = {"ctx": "a\u2028b", "endings": ["c\u0085d", "e"], "label": 1}
+    path.write_bytes(b"\r\n" + json.dumps(question, ensure_ascii=False).encode())
+    assert list(score.read_questions(path)) == [("a\u2028b", ["c\u0085d", "e"], 1)]
+    for line in (b"[]", b"{}", b'{"ctx": "a", "endings": ["b"], "label": 1}', b"no", b"[" * 100_000,
+                 b'{"ctx": "caf\xe9", "endings": ["b"], "label": 0}',
+                 b'{"ctx": "a", "endings": ["\\ud800"], "label": 0}',
+                 b'{"ctx": "a", "endings": ["b"], "label": Infinity}'):
+        path.write_bytes(line)
         with pytest.raises(score.DataError, match=r"questions.jsonl:1: no question with ctx, endings, label"):
             list(score.read_questions(path))
 

@@ -139,7 +139,7 @@ def score_endings(saved: Saved, texts: Iterable[tuple[np.ndarray, int]]) -> Iter
 
 def read_questions(path: Path) -> Iterator[tuple[str, list[str], int]]:
     """Context, endings and the place of the true one of each line; DataError names a line that has none."""
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line.strip():
             try:
                 question = json.loads(line)
@@ -148,7 +148,8 @@ def read_questions(path: Path) -> Iterator[tuple[str, list[str], int]]:
                 if not (isinstance(context, str) and all(isinstance(x, str) for x in endings)
                         and 0 <= int(label) < len(endings)):
                     raise ValueError
-            except (ValueError, TypeError, StopIteration):
+                "".join([context, *endings]).encode()       # ValueError where half a character stands alone
+            except (ValueError, TypeError, StopIteration, OverflowError, RecursionError):
                 wanted = ", ".join(names[0] for names in NAMES)
                 raise DataError(f"{path}:{number}: no question with {wanted} (python -m use.score --help "
                                 "says what they are)") from None
