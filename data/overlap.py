@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import one_line_errors, positive, printable, whole
+from data.errors import DataError, one_line_errors, positive, printable, whole
 from data.shards import open_regular, open_shard, shards_in
 
 LENGTHS = (3, 5, 8, 13, 50)
@@ -47,6 +47,19 @@ def starts_of_ngrams(tokens: np.ndarray, n: int, document_start: int) -> np.ndar
     begins = np.concatenate([[0], np.cumsum(tokens == document_start)])
     count = max(len(tokens) - n + 1, 0)
     return np.flatnonzero(begins[n:n + count] == begins[1:1 + count])
+
+
+def start_token(shards: list[np.ndarray], given: int | None) -> int:
+    """The token that begins a document: `given`, or as in data.peek the largest id. DataError if none is."""
+    largest = sorted({int(tokens.max()) for tokens in shards})
+    if given is None and len(largest) > 1:
+        raise DataError(f"the largest ids of the shards are {', '.join(map(str, largest))}: they are of "
+                        "different vocabularies, or some begin no document; name its token with "
+                        "--document_start")
+    if given is not None and not any((tokens == given).any() for tokens in shards):
+        raise DataError(f"--document_start {given}: no shard holds it; leave it out for the largest id, "
+                        f"{largest[-1]}")
+    return largest[0] if given is None else given
 
 
 def pieces(paths: list[Path], n: int) -> Iterator[np.ndarray]:
@@ -113,15 +126,16 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of token shards")
     parser.add_argument("--tokens", type=positive, default=10_485_760, metavar="N",
                         help="of the validation text (default: %(default)s)")
-    parser.add_argument("--document_start", type=whole(0, 65_535), default=50256, metavar="ID",
-                        help="the token that begins a document (default: %(default)s)")
+    parser.add_argument("--document_start", type=whole(0, 65_535), metavar="ID",
+                        help="the token that begins a document (default: the largest id of the shards)")
     with one_line_errors(parser, "folder") as options:
         training = shards_in(str(options.folder), "train")
         parts = [open_shard(path) for path in shards_in(str(options.folder), "val")]
+        start = start_token([*map(open_shard, training), *parts], options.document_start)
         validation = np.concatenate(parts)[:options.tokens + 1]
         print(f"{'n':>3}  {'end an n-gram':>13}  {'lie in one':>10}")
         for n in LENGTHS:
-            starts = found_in_training(validation, training, n, options.document_start)
+            starts = found_in_training(validation, training, n, start)
             inside = lies_in(starts, n, len(validation))
             print(f"{n:3}  {len(starts) / len(validation):13.2%}  {inside.mean():10.2%}", flush=True)
             if n == MARKED:

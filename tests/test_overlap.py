@@ -1,6 +1,7 @@
 """What the training text holds of the validation text, and texts that are scored beside it."""
 import os
 import sys
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -44,6 +45,25 @@ def test_ngrams_are_found_as_by_a_plain_search(texts, n, monkeypatch):
     for start in expected:
         inside[start:start + n] = True
     assert (overlap.lies_in(found, n, 800) == inside).all()
+
+
+def test_the_start_of_a_document_is_found_or_named(texts, monkeypatch, capsys):
+    """A wrong one would give other figures, since n-grams would span documents."""
+    folder, _ = texts
+
+    def said(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["overlap", str(folder), *words])
+        with suppress(SystemExit):
+            overlap.main()
+        out, errors = capsys.readouterr()
+        return out or errors
+
+    assert said() == said("--document_start", "256") != said("--document_start", "7") and "13 " in said()
+    assert "--document_start 50256: no shard holds it; leave it out for the largest id, 256\n" in said(
+        "--document_start", "50256")
+    write_shard(folder / "train_000002.bin", np.arange(100, dtype=np.uint16))
+    assert "the largest ids of the shards are 99, 256: " in said()
+    assert said("--document_start", "256").startswith("  n ")
 
 
 def test_the_two_parts_of_the_validation_text_add_up(texts, config, monkeypatch, capsys):
