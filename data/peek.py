@@ -31,6 +31,7 @@ SCHEDULES = {
             "single": {896: 2540 * 65_536 // 3, 2048: 2540 * (131_072 + 196_608) // 3 + 30 * 196_608}},
     256: {"cpu": {256: 40 * 2048, 512: 40 * 3072 + 50 * 4096}},
 }
+RECIPES = {"medium": "-m records.recipes.medium"}      # what train_gpt.py does not know as a preset
 KEEP_TAILS = {"corpus"}             # presets that train on what a cut leaves over, too
 
 
@@ -104,7 +105,8 @@ def schedule_fit(lengths: np.ndarray, total: int, bos: int) -> str:
         setting = "" if bos in SCHEDULES else f" --vocab_size {bos + 1}"
         cuts = ", ".join(f"{cut:,} leaves {share:.1%}" for cut, share in left.items())
         more = f"it does not fit in one; --epochs {math.ceil(taken / total)} does."
-        lines.append(f"--preset {preset}{setting} takes about {taken:,.0f} tokens of training shards like "
+        started = RECIPES.get(preset, f"--preset {preset}")
+        lines.append(f"{started}{setting} takes about {taken:,.0f} tokens of training shards like "
                      f"these (cutting documents at {cuts}); there are {total:,}: {taken / total:.2f} epochs, "
                      + ("it fits." if taken <= total else more))
     return "\n".join(lines)

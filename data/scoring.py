@@ -30,8 +30,9 @@ def validation_stream(folder: str, vocab_size: int, tokens: int) -> np.ndarray:
     pieces = (open_shard(path, vocab_size)[:tokens + 1] for path in shards_in(folder, "val"))
     text = np.concatenate([np.zeros(0, np.uint16), *pieces])[:tokens + 1]
     if len(text) <= tokens:
-        raise ShardError(f"{folder}: {len(text):,} validation tokens, --val_tokens {tokens} needs one more "
-                         f"than it scores; add shards or set --val_tokens {len(text) - 1}")
+        raise ShardError(f"{folder}: {len(text):,} validation tokens, to score {tokens:,} takes one more "
+                         f"than that; add shards, or score at most {len(text) - 1} (--val_tokens of a run, "
+                         "--tokens of use.score and use.export)")
     return text
 
 

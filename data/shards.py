@@ -144,7 +144,8 @@ def shards_in(folder: str, split: str) -> list[Path]:
     if not paths:
         raise ShardError(f"no {split} shards (*{split}_*.bin) in {folder or 'an unset DATA_PATH'}; set "
                          "DATA_PATH to a folder that python -m data.fineweb or data.text has filled, or "
-                         "train on the embedded corpus with --preset cpu")
+                         "train on the embedded corpus with --preset cpu"
+                         + " and DATA_PATH unset" * bool(folder))
     Manifest(Path(folder)).check_sizes(split)
     return paths
 

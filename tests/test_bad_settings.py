@@ -25,6 +25,7 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
 
 
 @pytest.mark.parametrize("arguments, parts", [
+    (["--name", "a/b"], ["--name a/b: it becomes part of a folder's name; leave out the /"]),
     (["--stepz", "3"], ["unknown setting '--stepz'", "--steps"]),
     (["--mount_lr=3"], ["unknown setting", "--muon_lr"]),
     (["--steps"], ["--steps: expected one argument"]),

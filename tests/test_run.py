@@ -98,8 +98,9 @@ def test_runs_of_one_process_are_those_of_several(first, tmp_path, shards):
 def test_no_shards(tmp_path, monkeypatch):
     monkeypatch.delenv("DATA_PATH", raising=False)
     result = command(*SHORT, DATA_PATH=str(tmp_path))
-    refused(result, str(tmp_path), "no val shards", "set DATA_PATH", "python -m data.fineweb")
-    with pytest.raises((UserError, ShardError), match="an unset DATA_PATH.*--preset cpu"):
+    refused(result, str(tmp_path), "no val shards", "set DATA_PATH", "python -m data.fineweb",
+            "--preset cpu and DATA_PATH unset")
+    with pytest.raises((UserError, ShardError), match="an unset DATA_PATH.*--preset cpu$"):
         train_gpt.Trainer(train_gpt.parse(["--preset", "corpus"])[0], train_gpt.World())
 
 

@@ -65,7 +65,9 @@ FREE = {"preset", "name", "runs", "target", "data_path", "epochs", "val_tokens",
 
 
 def check_saving(config) -> None:
-    """UserError for settings of `--save`, `--checkpoint` and `--resume` that cannot work."""
+    """UserError for settings of `--name`, `--save`, `--checkpoint` and `--resume` that cannot work."""
+    if "/" in config.name:
+        raise UserError(f"--name {shown(config.name)}: it becomes part of a folder's name; leave out the /")
     check_place(config)
     if config.save and config.retrieval:
         raise UserError(f"--save {shown(config.save)} with --retrieval: a model without its index of the"
