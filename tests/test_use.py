@@ -233,6 +233,19 @@ def test_a_long_prompt_is_read_in_pieces(saved, trained, monkeypatch):
     torch.testing.assert_close(Reader(saved).read(text[None])[0], wanted, atol=1e-4, rtol=1e-4)
 
 
+def test_a_sample_keeps_no_logits_of_its_prompt(trained, saved, monkeypatch):
+    prompt, read, most = Bytes().encode(b"some words" * 9), Reader.read, []
+    expected = [int(token) for token in sample(saved, prompt, 3, 1, 0, temperature=0.0)]
+
+    def counted(reader, tokens):
+        most.append(tokens.shape[1])
+        return read(reader, tokens)
+    monkeypatch.setattr(Reader, "read", counted)
+    monkeypatch.setattr(use_sample, "PIECE", 16)
+    again = sample(use_model.load(trained[0], CPU, **PLAIN), prompt, 3, 1, 0, temperature=0.0)
+    assert [int(token) for token in again] == expected and most == [16] * 5 + [11, 1, 1]
+
+
 def texts(folder, seed: int, **how) -> list[list[int]]:
     """The tokens of three samples."""
     saved = use_model.load(folder, CPU, **PLAIN)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from data.errors import DataError, printable, whole
-from use.cache import Reader
+from use.cache import PIECE, Reader
 from use.model import PLAIN, Saved, choose_device, latest_model, load, one_line, vocabulary_of
 
 # What a model makes rotary tables for, and keeps keys and values of.
@@ -56,7 +56,8 @@ def sample(saved: Saved, prompt: np.ndarray, tokens: int, samples: int, seed: in
     device, config = saved.model.device, saved.model.config
     reader, generator = Reader(saved), torch.Generator(device).manual_seed(seed)
     size, start = config.vocab_size, config.document_start
-    after = reader.read(torch.from_numpy(prompt.astype(np.int64))[None].to(device))[:, -1:]
+    for piece in torch.from_numpy(prompt.astype(np.int64))[None].to(device).split(PIECE, 1):
+        after = reader.read(piece)[:, -1:]      # The logits of a long prompt may not fit the device.
     reader.spread(samples)
     after, ended = after.expand(samples, 1, -1), torch.zeros(samples, dtype=torch.bool)
     for left in reversed(range(tokens)):
