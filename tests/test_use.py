@@ -1,6 +1,7 @@
 """A trained model is saved, read again, sampled, scored and exported."""
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -299,6 +300,15 @@ def test_saving_and_exporting_touch_nothing_else(config, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == after
     assert all((tmp_path / name / "mine").exists() for name in before if name != "plain")
     assert len({(tmp_path / name).stat().st_mode for name in ("plain", "model", "out")}) == 1
+    rename, works = os.replace, iter([True, False, True])       # of the older one, of the new one, and back
+    monkeypatch.setattr(weights.os, "replace", lambda a, b: rename(a, b if next(works) else "/proc/x"))
+    (tmp_path / "new").mkdir()
+    with pytest.raises(OSError):
+        weights.publish(tmp_path / "new", tmp_path / "model")
+    monkeypatch.undo()
+    (tmp_path / "new").rmdir()
+    assert (tmp_path / "model/config.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == after
     monkeypatch.setattr(weights.TensorFiles, "flush", lambda _: open("/dev/full", "w").write("x" * 99999))
     with pytest.raises(LogError, match="the disk is full"):
         save_untrained(config, tmp_path / "another")
@@ -429,7 +439,10 @@ def test_multiple_choice_by_the_usual_rule(trained, saved, tmp_path):
     for line in (b"[]", b"{}", b'{"ctx": "a", "endings": ["b"], "label": 1}', b"no", b"[" * 100_000,
                  b'{"ctx": "caf\xe9", "endings": ["b"], "label": 0}',
                  b'{"ctx": "a", "endings": ["\\ud800"], "label": 0}',
-                 b'{"ctx": "a", "endings": ["b"], "label": Infinity}'):
+                 b'{"ctx": "a", "endings": ["b"], "label": Infinity}',
+                 b'{"ctx": "a", "endings": ["b"], "label": 0.5}',
+                 b'{"ctx": "a", "endings": "bc", "label": 1}',
+                 b'{"ctx": "a", "choices": {"text": ["b"], "label": ["A"]}, "label": 0}'):
         path.write_bytes(line)
         with pytest.raises(score.DataError, match=r"questions.jsonl:1: no question with ctx, endings, label"):
             list(score.read_questions(path))

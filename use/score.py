@@ -145,8 +145,9 @@ def read_questions(path: Path) -> Iterator[tuple[str, list[str], int]]:
                 question = json.loads(line)
                 context, endings, label = [next(question[name] for name in names if name in question)
                                            for names in NAMES]
-                if not (isinstance(context, str) and all(isinstance(x, str) for x in endings)
-                        and 0 <= int(label) < len(endings)):
+                if not (isinstance(context, str) and isinstance(endings, list)
+                        and all(isinstance(x, str) for x in endings)
+                        and str(label).isdecimal() and int(label) < len(endings)):
                     raise ValueError
                 "".join([context, *endings]).encode()       # ValueError where half a character stands alone
             except (ValueError, TypeError, StopIteration, OverflowError, RecursionError):

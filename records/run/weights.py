@@ -117,7 +117,13 @@ def publish(part: Path, folder: Path) -> None:
     if folder.exists():
         old = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder.parent))
         os.replace(folder, old / folder.name)
-    os.replace(part, folder)
+    try:
+        os.replace(part, folder)
+    except OSError:
+        if old:
+            os.replace(old / folder.name, folder)
+            old.rmdir()
+        raise
     sync(folder.parent)
     if old:
         shutil.rmtree(old, ignore_errors=True)
