@@ -17,7 +17,7 @@ die() { echo "run.sh: $*" >&2; exit 2; }
 gpus=0
 if command -v nvidia-smi >/dev/null 2>&1; then
     gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c '^[0-9GM]' || true); fi
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then gpus=$(awk -F, '{ for (i = 1; i <= NF && $i ~ /^ *[0-9GM]/; i++) n++ } END { print n + 0 }' <<<"$CUDA_VISIBLE_DEVICES"); fi
 fi
 # The lowest compute capability of the GPUs: 9 is Hopper. A driver that does not know it counts as 0.
 capability=0

@@ -55,7 +55,7 @@ from records.run import explain, settings
 from records.run.checkpoint import Keeper, check_saving, find, restore
 from records.run.checks import Backend, NGram, Part, Rows, check_config, check_machine
 from records.run.clock import Clock
-from records.run.ending import EXPECTED, exit_status, whole_caches
+from records.run.ending import EXPECTED, exit_status, leave, whole_caches
 from records.run.fit import fit
 from records.run.kinds import Beta, Blocks, Count, Factor, Few, Positive, Seed, Share, Size, Steps, Tokens
 from records.run.log import RunLog
@@ -1193,8 +1193,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status:
-        os._exit(status)            # Do not wait for collectives that the other ranks will not join.
+    leave(main())

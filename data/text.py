@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from data.errors import DataError, one_line_errors, positive, whole
 from data.readers import SEPARATORS, Documents
-from data.shards import MOST_TOKENS, incoming, publish, write_shard
+from data.shards import MOST_TOKENS, Manifest, incoming, publish, write_shard
 from data.vocabulary import load_vocabulary
 
 SHARD_TOKENS = 100_000_000  # as the public FineWeb shards: 200 MB
@@ -134,7 +134,7 @@ def build(documents: Documents, folder: Path, vocabulary: str | Path = "gpt2", s
         if any(folder.glob("*.bin")):
             raise DataError(f"{folder} already holds shards; choose another folder with --out, or: rm "
                             f"{folder}/*.bin")
-        (folder / "manifest.json").unlink(missing_ok=True)      # of shards that are gone
+        manifest = Manifest(folder)     # A file of that name that is no manifest is somebody's, and refused.
         writers = [ShardWriter(staging, split, shard_tokens) for split in ("train", "val")]
         for results in in_order(functools.partial(tokenise, vocabulary, share), batches(documents), workers):
             for validation, tokens in results:
@@ -143,6 +143,7 @@ def build(documents: Documents, folder: Path, vocabulary: str | Path = "gpt2", s
         for writer in writers:
             writer.flush()
         check_split(writers, share)
+        manifest.path.unlink(missing_ok=True)       # Its shards are gone.
         publish(staging, folder)
     return writers
 

@@ -544,6 +544,17 @@ def test_text_never_mixes_with_other_shards(tmp_path, monkeypatch, capsys):
     assert shards_in(str(tmp_path), "train") == [tmp_path / "train_000000.bin"]
 
 
+def test_text_removes_nobodys_manifest(tmp_path, monkeypatch, capsys):
+    """Neither that of another program, nor one of shards where it then writes none."""
+    manifest, empty = tmp_path / "manifest.json", tmp_path / "empty.txt"
+    empty.touch()
+    Manifest(tmp_path).record(**{"train_000007.bin": {"tokens": 1, "sha256": ""}})
+    for before, said in ((manifest.read_bytes(), "holds no text"), (b'{"name": "my app"}', "is damaged; rem")):
+        manifest.write_bytes(before)
+        assert said in refused_here(monkeypatch, capsys, text, empty, "--bytes", "--out", tmp_path)
+        assert manifest.read_bytes() == before
+
+
 def test_document_beyond_the_limit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "MAX_DOCUMENT", 10)
     with pytest.raises(DataError, match="say with --split what separates"):

@@ -44,7 +44,7 @@ def remember(known: dict, sequence: list[int], upto: int, ahead: int) -> None:
     for length in LENGTHS:
         if 0 < length <= upto < len(sequence):
             following = (sequence[upto:] + [0])[:1 + ahead]
-            known[length, *sequence[upto - length:upto]] = following
+            known[(length, *sequence[upto - length:upto])] = following
 
 
 def found_in(known: dict, ended: list[int], number: int | None = None) -> tuple[list[int], int]:

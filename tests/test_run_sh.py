@@ -54,7 +54,8 @@ def test_fast_attention_is_installed_where_every_gpu_is_hopper_or_newer(machine,
 
 @pytest.mark.parametrize("visible, flags, ranks", [
     ("0,1,2,3", "--steps 9", 4), ("GPU-a,MIG-b", "--steps 9", 2), ("-1", "--steps 9", 2),
-    ("", "--steps 9", 2), ("0,1,2,3", "--preset cpu", 2), ("0", "--preset cpu", 1),
+    ("0, 1,2, 3", "--steps 9", 4), ("0,-1,1", "--steps 9", 1), ("", "--steps 9", 2),
+    ("0,1,2,3", "--preset cpu", 2), ("0", "--preset cpu", 1),
     ("0,1,2,3", "--steps 9 --preset=cpu --seed 1", 2),
 ])
 def test_ranks_are_the_gpus_that_may_be_seen(machine, visible, flags, ranks):

@@ -42,9 +42,14 @@ def test_several_ranks_compare_with_the_faster_way_of_the_fewest():
     assert efficiency == ["100%", "80%", "100%"]
 
 
-def test_settings_of_its_own_are_refused(capsys):
-    assert scaling.main(["--preset", "cpu", "--steps", "400"]) == 2
-    assert "sets --steps, which is set here" in capsys.readouterr().err
+def test_settings_of_its_own_are_named_and_left_out(monkeypatch, capsys):
+    def launch(command: str, _) -> Run:
+        raise RecordError(command)
+    monkeypatch.setattr(scaling, "launch", launch)
+    assert scaling.main(["--preset", "cpu", "--steps", "400", "--name=mine"]) == 2
+    left_out, command = capsys.readouterr().err.splitlines()
+    assert left_out.endswith("--preset cpu --steps 400 --name=mine became --preset cpu")
+    assert "400" not in command and "mine" not in command and "--steps 150" in command
 
 
 def test_a_run_that_fails_ends_in_one_line(monkeypatch, capsys):

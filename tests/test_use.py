@@ -300,12 +300,16 @@ def test_saving_and_exporting_touch_nothing_else(config, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == after
     assert all((tmp_path / name / "mine").exists() for name in before if name != "plain")
     assert len({(tmp_path / name).stat().st_mode for name in ("plain", "model", "out")}) == 1
-    rename, works = os.replace, iter([True, False, True])       # of the older one, of the new one, and back
-    monkeypatch.setattr(weights.os, "replace", lambda a, b: rename(a, b if next(works) else "/proc/x"))
     (tmp_path / "new").mkdir()
-    with pytest.raises(OSError):
-        weights.publish(tmp_path / "new", tmp_path / "model")
-    monkeypatch.undo()
+    for wrong in (OSError, KeyboardInterrupt):
+        def replace_folder(a, b, rename=os.replace, works=iter([True, False, True]), wrong=wrong) -> None:
+            if not next(works):         # the older one, the new one, and the older one back
+                raise wrong
+            rename(a, b)
+        monkeypatch.setattr(weights.os, "replace", replace_folder)
+        with pytest.raises(wrong):
+            weights.publish(tmp_path / "new", tmp_path / "model")
+        monkeypatch.undo()
     (tmp_path / "new").rmdir()
     assert (tmp_path / "model/config.json").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == after

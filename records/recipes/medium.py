@@ -8,6 +8,7 @@ The file also shows how to run a table of layers of your own without changing tr
 import sys
 
 import train_gpt
+from records.run.ending import leave
 from records.run.settings import change
 from train_gpt import Layer
 
@@ -42,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

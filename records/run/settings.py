@@ -11,7 +11,7 @@ import ast
 import difflib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, replace
 from functools import lru_cache
 from typing import Annotated, NoReturn, TypeVar, get_type_hints
@@ -62,9 +62,13 @@ def kinds(config: Config) -> dict[str, type]:
 
 
 def meanings(table: type) -> dict[str, str]:
-    """What the comments above and beside each field of a dataclass say of it, from its source."""
+    """What the comments above and beside each field of a dataclass say, if its source can be read."""
     found, above, of_section = {}, [], False
-    for line in inspect.getsource(table).splitlines():
+    try:
+        source = inspect.getsource(table)
+    except (OSError, TypeError):
+        return {}
+    for line in source.splitlines():
         field = re.match(r"    (\w+): [^#]*(?:# (.*))?$", line)
         comment = re.match(r"    # (.*)", line)
         of_section = comment is not None and (of_section or comment[1].startswith("----"))
@@ -174,6 +178,13 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
         ranks = read("timetable", ranks, Ranks)
     return change(config, **values), {"timetable": None if ranks is None else int(ranks),
                                       "explain": given.explain, "given": set(values)}
+
+
+def without(argv: list[str], names: Iterable[str]) -> list[str]:
+    """A command line without the flags of these settings and their values."""
+    flags = {f"--{name}" for name in names}
+    return [word for before, word in zip(["", *argv], argv)
+            if before not in flags and word.partition("=")[0] not in flags]
 
 
 def read(name: str, text: str, kind: type) -> object:

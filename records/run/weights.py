@@ -113,20 +113,20 @@ def publish(part: Path, folder: Path) -> None:
     It goes by way of a new name, since a FOLDER.old may be the user's.
     """
     sync(part)
-    old = None
-    if folder.exists():
-        old = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder.parent))
-        os.replace(folder, old / folder.name)
+    own = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder.parent))
+    old = own / folder.name
     try:
+        if folder.exists():
+            os.replace(folder, old)
         os.replace(part, folder)
-    except OSError:
-        if old:
-            os.replace(old / folder.name, folder)
-            old.rmdir()
+        sync(folder.parent)
+    except BaseException:                   # Ctrl-C, too
+        if old.exists() and not folder.exists():
+            os.replace(old, folder)
         raise
-    sync(folder.parent)
-    if old:
-        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        if folder.exists() or not old.exists():
+            shutil.rmtree(own, ignore_errors=True)
 
 
 @contextmanager

@@ -29,9 +29,9 @@ import torch
 import train_gpt
 from data.loader import to_device
 from records.run.clock import Clock
-from records.run.ending import EXPECTED, exit_status
+from records.run.ending import EXPECTED, exit_status, leave
 from records.run.fit import fitted
-from records.run.settings import UserError, change, defaults, split_values
+from records.run.settings import UserError, change, defaults, split_values, without
 from records.tools.against import compare_checkouts
 from records.tools.compare import difference_text
 from records.tools.markdown import table
@@ -99,9 +99,7 @@ def vary(text: str, argv: list[str], train: bool) -> train_gpt.Config:
             raise UserError(f"--try {text}: no setting {name!r} to change here (train_gpt.py --help lists "
                             "all)")
     # Of a list of names a flag that is given twice would add to the first.
-    names = {f"--{name}" for name, _ in given}
-    kept = [word for before, word in zip(["", *argv], argv)
-            if before not in names and word.partition("=")[0] not in names]
+    kept = without(argv, (name for name, _ in given))
     return train_gpt.parse([*kept, *(f"--{name}={value}" for name, value in given)])[0]
 
 
@@ -247,4 +245,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -20,7 +20,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK"
 
 class Timed(NamedTuple):
     """One turn of a checkout."""
-    ms: dict[str, float]    # median milliseconds of a step, by the tokens of the stage
+    ms: dict[str, float]    # milliseconds of a step, by the tokens of the stage
     gib: float | None       # peak memory of a GPU; None without one
     startup_s: float        # from the start of the process to the end of the warm-up
 

@@ -99,7 +99,9 @@ def draw(axes: plt.Axes, index: int, curves: list[tuple[np.ndarray, ...]], label
 def loss_figure(groups: Groups, against: str) -> Figure | None:
     """Validation loss against timed seconds or tokens; of a single group the training loss as well."""
     key = "time_s" if against == "time" else "tokens"
-    shown = having(groups, lambda run: len(run.validations.get(key, [])) > 0)
+    # The clock of a run that went on from a checkpoint has counted only the rest.
+    shown = having(groups, lambda run: len(run.validations.get(key, [])) > 0 and not (
+        against == "time" and "resumed" in run.header))
     if not shown:
         return None
     curves = {name: [(run.validations["step"], run.validations[key], run.validations["loss"])

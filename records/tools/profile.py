@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import train_gpt
 from data.loader import to_device
-from records.run.ending import EXPECTED, exit_status
+from records.run.ending import EXPECTED, exit_status, leave
 from records.run.fit import fitted
 
 # The family of a kernel is the first whose pattern its name has.
@@ -146,4 +146,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -4,7 +4,8 @@
 
 Trains for a few steps of each of three batches, on each number of ranks, with collectives by copies between
 GPUs and by NCCL (gloo on a CPU), and reads the milliseconds out of the logs. Settings go to train_gpt.py, but
-for those that this tool sets. `--micro_batches` has to suit the most ranks, so that all compute the same.
+for those that this tool sets: a line names them. `--micro_batches` has to suit the most ranks, so that all
+compute the same.
 """
 import argparse
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError
+from records.run.settings import without
 from records.tools.launch import launch, with_settings
 from records.tools.markdown import table
 from records.tools.schema import RecordError, Run
@@ -47,9 +49,14 @@ def measure(counts: list[int], batches: str, settings: list[str]) -> list[dict]:
     rows, stages = [], batches.count(",") + 1
     for count, way in ways(counts):
         ranks = f"-m torch.distributed.run --standalone --nproc_per_node={count}"
+        ours = {"batch_tokens": batches, "steps": str(stages * (WARM + TIMED)),
+                "peer_copies": str(way != "nccl").lower()} | QUIET
+        if (kept := without(settings, ours)) != settings:
+            print(f"left out, because scaling sets these itself: {shlex.join(settings)} became "
+                  f"{shlex.join(kept)}", file=sys.stderr)
+            settings = kept
         command = f"{shlex.quote(sys.executable)} {ranks} train_gpt.py {shlex.join(settings)}"
-        command = with_settings(command, {"batch_tokens": batches, "steps": str(stages * (WARM + TIMED)),
-                                          "peer_copies": str(way != "nccl").lower()} | QUIET)
+        command = with_settings(command, ours)
         with tempfile.TemporaryDirectory() as folder:
             run = launch(f"RUNS_PATH={shlex.quote(folder)} {command}", Path(folder))
         if run.diverged:

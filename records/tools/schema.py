@@ -109,8 +109,10 @@ class Run:
     @cached_property
     def batch_tokens(self) -> np.ndarray | None:
         """(steps,) tokens of each step; None for a foreign log, which does not say."""
-        tokens = self.steps.get("tokens")
-        return None if tokens is None else np.diff(tokens, prepend=0)
+        tokens, before = self.steps.get("tokens"), 0
+        if "resumed" in self.header and tokens is not None and len(tokens) > 1:
+            before = 2 * tokens[0] - tokens[1]      # as if its first step were like the second
+        return None if tokens is None else np.diff(tokens, prepend=before)
 
     def stages(self) -> list[tuple[str, np.ndarray]]:
         """(name, milliseconds (n,)) of each stretch of equal batch; one stretch if that is unknown."""

@@ -86,6 +86,8 @@ def standing(run: Run, parent: Record | None) -> list[str]:
         line += f", {loss - target:+.4f} from the target {target:g}"
     if parent is None:
         return [line, "no record of this preset and class to compare with"]
+    if "resumed" in run.header:
+        return [line, "it went on from a checkpoint, so its clock cannot be compared with a record's"]
     then = at_time(parent.runs, time_s)
     if then is None:
         return [line, f"{parent.name} has no loss at {time_s:.1f} s: it took "
