@@ -42,9 +42,14 @@ def errors(example: Example) -> tuple[float, float]:
     found = []
     for function in (example.wrap(example.kernel), example.wrap(example.reference)):
         out = function(*map(copied, inputs))
-        pairs = zip(tensors(out), tensors(exact), strict=True)
-        found.append(max(relative_error(x, y) for x, y in pairs))
+        found.append(largest_error(tensors(out), tensors(exact)))
     return found[0], found[1]
+
+
+def largest_error(out: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest relative error of a result; nan if one is not finite, which `max` could pass over."""
+    found = torch.tensor([relative_error(x, y) for x, y in zip(out, exact, strict=True)])
+    return found.max().item()           # of tensors nan is the largest
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:

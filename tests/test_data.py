@@ -549,7 +549,7 @@ def test_text_removes_nobodys_manifest(tmp_path, monkeypatch, capsys):
     manifest, empty = tmp_path / "manifest.json", tmp_path / "empty.txt"
     empty.touch()
     Manifest(tmp_path).record(**{"train_000007.bin": {"tokens": 1, "sha256": ""}})
-    for before, said in ((manifest.read_bytes(), "holds no text"), (b'{"name": "my app"}', "is damaged; rem")):
+    for before, said in ((manifest.read_bytes(), "holds no text"), (b'{"name": "my app"}', "is damaged;")):
         manifest.write_bytes(before)
         assert said in refused_here(monkeypatch, capsys, text, empty, "--bytes", "--out", tmp_path)
         assert manifest.read_bytes() == before

@@ -14,12 +14,13 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from kernels.bench import figure, results, timing
 from kernels.bench.discover import every_example
-from kernels.example import tensors
+from kernels.example import Example, tensors
 
 FIGURE = Path(__file__).with_name("tflops.svg")
 
@@ -54,12 +55,21 @@ def tables() -> list[tuple[str, str]]:
     return [("times", results.times(results.read())), ("polar errors", polar_error.tables())]
 
 
-def launch_odd() -> int:
-    """Run every kernel's small examples twice. Returns how many gave a number that is not finite."""
+def chosen(filters: list[str], *kind: object) -> list[tuple[ModuleType, Example]]:
+    """The examples of this kind whose "module: name, shape" holds a filter; ends the program if none does."""
+    found = [(module, example) for module, example in every_example(*kind) if not filters or any(
+        text in f"{module.__name__}: {example.name}, {example.shape}" for text in filters)]
+    if not found:
+        sys.exit(f"kernels.bench: no example holds {' or '.join(filters)}")
+    return found
+
+
+def launch_odd(filters: list[str]) -> int:
+    """Run these kernels' small examples twice. Returns how many gave a number that is not finite."""
     gpu, failed = torch.cuda.is_available(), 0
     # Triton's interpreter multiplies bfloat16 wrongly.
     kind = (torch.device("cuda"), torch.bfloat16) if gpu else (torch.device("cpu"), torch.float32)
-    for module, example in every_example("odd", *kind):
+    for module, example in chosen(filters, "odd", *kind):
         for tuned in (None, *example.configs):
             kernel = example.kernel if tuned is None else partial(example.kernel, tuned=tuned)
             for _ in range(2):
@@ -81,14 +91,11 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     torch.manual_seed(0)
     if options.odd:
-        return int(launch_odd() > 0)
+        return int(launch_odd(options.filters) > 0)
     if not torch.cuda.is_available():
         sys.exit("kernels.bench needs a CUDA GPU; on a CPU, run the tests: python -m pytest tests/kernels")
     rows, known = [], {}
-    for module, example in every_example("real", torch.device("cuda"), torch.bfloat16):
-        name = f"{module.__name__}: {example.name}, {example.shape}"
-        if options.filters and not any(text in name for text in options.filters):
-            continue
+    for module, example in chosen(options.filters, "real", torch.device("cuda"), torch.bfloat16):
         if options.sweep:
             if example.configs:
                 timing.sweep(example)

@@ -141,7 +141,7 @@ class Lookup(torch.autograd.Function):
             buffer, accumulate = gradient_of(ctx.table) if ctx.grad is None else ctx.grad
             if not accumulate:
                 buffer.zero_()
-        add_rows(buffer, rows_grad, rows, positions)
+        add_rows(buffer, rows_grad.contiguous(), rows, positions)
         return None, None, None
 
 

@@ -81,8 +81,8 @@ def check_inputs(logits: Tensor, targets: Tensor, weights: Tensor, grad: Tensor 
     fits = targets.ndim == 2 and targets.shape[0] == tokens and targets.shape[1] <= 4
     check(fits and targets.is_contiguous() and not targets.is_floating_point(), "targets", targets,
           f"contiguous integers, ({tokens}, k <= 4)")
-    check(weights.shape == targets.shape[1:] and weights.dtype == torch.float32, "weights", weights,
-          f"float32 ({targets.shape[1]},)")
+    check(weights.shape == targets.shape[1:] and weights.dtype == torch.float32 and weights.is_contiguous(),
+          "weights", weights, f"contiguous float32 ({targets.shape[1]},)")
     check(grad is None or grad.shape == logits.shape and grad.stride(1) == 1, "grad", grad,
           "like logits, or None")
     check(transposed is None or grad is not None and transposed.shape == (vocabulary, tokens)

@@ -114,6 +114,8 @@ def residual_backward(
     norm_grads, out_grad = tuple(grad.contiguous() for grad in norm_grads), out_grad.contiguous()
     check_like(out, scales, out_grad=out_grad, **{f"norm_grads[{i}]": x for i, x in enumerate(norm_grads)})
     (n, width), (tile, columns, warps, programs) = out.shape, tuned or CONFIGS[0]
+    check(rms.shape == (n,) and rms.dtype == torch.float32 and rms.is_contiguous(), "rms", rms,
+          f"contiguous float32 ({n},)")
     columns = min(columns, triton.next_power_of_2(width))
     programs *= torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 1
     programs = min(programs, triton.cdiv(n, tile))

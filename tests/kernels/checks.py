@@ -3,7 +3,7 @@ from functools import partial
 
 import torch
 
-from kernels.example import Example, copied, in_double, relative_error, tensors
+from kernels.example import Example, copied, in_double, largest_error, tensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Triton's interpreter computes tl.dot wrongly in bfloat16. On a GPU kernels in float32 take minutes to
@@ -39,15 +39,14 @@ def check(example: Example) -> None:
     given = (example.check_inputs or example.inputs)()
     exact = tensors((example.exact or example.wrap(example.reference))(*map(in_double, given)))
 
-    def worst(out: list[torch.Tensor]) -> float:
-        return max(relative_error(x, y) for x, y in zip(out, exact, strict=True))
-
     def run(**tuned) -> list[torch.Tensor]:
         return tensors(example.wrap(partial(example.kernel, **tuned))(*map(copied, given)))
 
-    allowed = 2 * worst(tensors(example.wrap(example.reference)(*map(copied, given)))) + example.slack
+    plain = tensors(example.wrap(example.reference)(*map(copied, given)))
+    allowed = 2 * largest_error(plain, exact) + example.slack
     first, *_ = results = [run(), *(run(tuned=tuned) for tuned in example.configs)]
     for tuned, out in zip((None, *example.configs), results, strict=True):
-        assert worst(out) <= allowed, (example.name, example.shape, tuned, worst(out), allowed)
+        found = largest_error(out, exact)
+        assert found <= allowed, (example.name, example.shape, tuned, found, allowed)
     for a, b in zip(first, run(), strict=True):
         assert same_bits(a, b), (example.name, example.shape)

@@ -106,6 +106,8 @@ def test_each_kernel_is_launched_and_what_is_not_finite_is_named(monkeypatch, ca
     found[0][1].kernel, found[0][1].configs = lambda state, *_: state[0] * torch.nan, ()
     assert bench.main(["--odd"]) == 1
     assert capsys.readouterr().out.startswith("NOT FINITE: kernels.optimizer.sparse_adam")
+    with pytest.raises(SystemExit, match="no example holds sparse_adma"):      # It has checked nothing.
+        bench.main(["--odd", "sparse_adma"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")

@@ -87,6 +87,7 @@ def test_cross_entropy_refuses_what_it_cannot_do():
     logits, targets, weights = random(3, 50), torch.zeros(3, 2, dtype=torch.long), torch.ones(2)
     for wrong in ((logits.T, targets, weights), (logits, targets[:2], weights),
                   (logits, targets.float(), weights), (logits, targets, weights[:1]),
+                  (logits, targets, torch.ones(4)[::2]),
                   (logits, targets, weights, logits[:2]),
                   (logits, targets, weights, logits, logits), (logits, targets, weights, None, logits.T),
                   (logits, targets, weights, None, None, weights),

@@ -44,7 +44,8 @@ def test_it_refuses_what_it_cannot_do():
                        ("x", lambda: residual_backward(x, (x,), x.T, rms)),
                        ("out_grad", lambda: residual_backward(x[:5], (x,), x, rms)),
                        (r"norm_grads\[1\]", lambda: residual_backward(x, (x, x.double()), x, rms)),
-                       ("scales", lambda: residual_backward(x, (x,), x, rms, two[:1]))):
+                       ("scales", lambda: residual_backward(x, (x,), x, rms, two[:1])),
+                       ("rms", lambda: residual_backward(x, (x,), x, torch.stack([rms, rms], 1)[:, 0]))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             call()
     assert residual_backward(x[:0], (x[:0],), x[:0], rms[:0], two)[0].shape == (0, 8)

@@ -89,3 +89,14 @@ def test_lookup_refuses_what_it_cannot_do():
         lookup(table, unsorted(index)).sum().backward()
     with torch.no_grad():
         assert lookup(table[1:], unsorted(index)).shape == (3, 8)
+
+
+def test_gradients_that_lie_in_any_way_are_taken():
+    """Those of a plain sum have no strides, and those of a transpose lie by columns."""
+    table, index = random(5, 8), torch.randint(5, (3,), device=DEVICE, dtype=torch.int32)
+    factor = random(8, 3)
+    for total in (torch.sum, lambda x: (x.T.contiguous() * factor).sum()):
+        leaves = [table.clone().requires_grad_() for _ in range(2)]
+        for function, leaf in zip((lookup_reference, lookup), leaves):
+            total(function(leaf, sort_rows(index))).backward()
+        torch.testing.assert_close(*(leaf.grad for leaf in leaves))
