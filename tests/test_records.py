@@ -205,6 +205,15 @@ def test_one_run_says_so(root, capsys):
     assert json.loads((folder / "record.json").read_text())["p_value"] is None
 
 
+def test_a_record_misses_no_target(root):
+    commit = git(root.parent, "rev-parse", "HEAD")
+    write_run(root / "runs", "missed", header={"commit": commit}, level=3.3)
+    words = {"title": "Missed", "contributors": [], "parent": None}
+    folder = create(read_logs([root / "runs" / "*-missed"]), root, "missed", words, changed="x", why="y")
+    [problem] = check(folder)[0]
+    assert re.fullmatch(r"mean loss 3\.\d{4} is above the target 3\.28", problem)
+
+
 def test_notes_of_a_slower_record(root, first):
     header = {"commit": load(first).data["commit"]}
     for seed in range(2):
@@ -297,6 +306,7 @@ def test_a_record_on_the_corpus_holds_three_texts_and_a_second_run(root):
     assert re.search(r"\| seed +\| loss \(nats/token\) \| +clean \| fineweb \| time", table)
     assert all(f" {run.scores['clean']:.4f} |" in table for run in runs)
     assert f"A second full run, seed 20: {second.loss:.4f}, clean {second.scores['clean']:.4f}," in table
+    assert [run.seed for run in read_logs([folder])] == [5, 6, 7, 8, 9]     # as its numbers are
     assert check(folder) == ([], [])
     data = json.loads((folder / "record.json").read_text())
     assert data["class"] == "at most 0.3 G" and data["table_parameters"] == 2 ** 28

@@ -133,6 +133,12 @@ def test_help_names_every_setting(capsys):
     assert "VALUE tokens a step [(64, 128); a list, each a whole number from 1" in printed
     assert "VALUE of all stages [30; a whole number" in printed and "--smear VALUE [True; true or" in printed
     assert "VALUE What a learning rate is, in 100% plain words. 0: none [0.5; a number" in printed
+    for words in (["--preset", "large"], ["--preset=large"]):       # its values, for it is what would run
+        with pytest.raises(SystemExit, match="0"):
+            parsed("--help", *words)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert "here small if none is given" in printed and "the default of large" in printed
+        assert "VALUE of all stages [90; a whole number" in printed
 
 
 def test_what_comments_say_of_fields():

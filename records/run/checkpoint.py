@@ -340,7 +340,8 @@ def newest(config) -> Found | None:
             if config.checkpoint and folder == Path(config.checkpoint):
                 return None
             raise UserError(f"--resume {folder}: holds no checkpoint; --checkpoint {folder} with "
-                            "--checkpoint_every writes them")
+                            "--checkpoint_every writes them, and with --checkpoint_on_stop one where a "
+                            "signal stops a run that has taken a step")
         folder = inside[-1]
     index = read_json(folder / "index.json", FORMAT, VERSION)
     with fitting(folder):

@@ -124,9 +124,10 @@ def summarise(report: Report, log: RunLog, target: float, bits: bool,
     log.write("summary", **summary)
     if report.rank:
         return []
-    per_byte = f" = {loss / math.log(2):.3f} bits per byte" if bits else ""
-    lines = [f"validation loss {loss:.4f} nats a token{per_byte} after {report.steps_done} steps in "
-             f"{seconds:.1f} s (target {target})",
+    per_byte, taken = f" = {loss / math.log(2):.3f} bits per byte" if bits else "", len(report.step_ms)
+    lines = [f"validation loss {loss:.4f} nats a token{per_byte} after {report.steps_done} steps"
+             f"{f', the last {taken} of them' * (taken < report.steps_done)} in {seconds:.1f} s (target "
+             f"{target})",
              f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, max "
              f"{max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
              f"started in {ending['startup_s']:.1f} s"]

@@ -139,10 +139,15 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
     with a flag or a value.
     """
     first = next(iter(presets))
-    known, preset_values = kinds(presets[first]), defaults(presets[first])
+    # --help shows the values of the preset that would run.
+    asked = [after for before, after in zip(argv, argv[1:]) if before == "--preset"] + [
+        word.partition("=")[2] for word in argv if word.startswith("--preset=")]
+    shown_first = next((name for name in asked if name in presets), default)
+    known, preset_values = kinds(presets[first]), defaults(presets[shown_first])
     parser = Parser(description=description, allow_abbrev=False, usage="%(prog)s [--SETTING VALUE] ...",
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", help=f"one of {', '.join(presets)}", default=default)
+    parser.add_argument("--preset", help=f"one of {', '.join(presets)}; here {default} if none is given",
+                        default=default)
     parser.add_argument("--timetable", metavar="RANKS", nargs="?", const="0",
                         help="print when a step communicates on so many ranks (default: as micro-batches), "
                              "then end")
@@ -151,8 +156,8 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
     if {"-h", "--help"} & {*argv}:
         for table in {type(row) for row in (presets[first], *getattr(presets[first], "stages", ()))}:
             said |= meanings(table)
-    group = parser.add_argument_group("settings", f"In brackets: the default of {first}, and what is "
-                                      "allowed. A, B, @names and #numbers: the docstring of `Config`.")
+    group = parser.add_argument_group("settings", f"In brackets: the default of {shown_first}, and what "
+                                      "is allowed. A, B, @names and #numbers: the docstring of `Config`.")
     for name, kind in known.items():
         rule = "" if kind is str else f"; {words(kind)}"
         text = f"{said.get(name, '')} [{preset_values[name]!r}{rule}]"

@@ -40,7 +40,7 @@ library_name: readable-speedrun
 ---
 # {name}
 
-A small language model of the class of GPT-2's smallest, trained with the readable speedrun.
+A small language model, trained with the readable speedrun.
 
 | | |
 | --- | --- |

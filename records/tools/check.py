@@ -59,6 +59,8 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
         problems.append(f"schema {true['schema']} is for runs before {RULES_BEGAN}")
     if true["schema"] < RECORD_SCHEMA:
         notes.append("scored on the validation text alone, by the rules of its time")
+    if true["target"] is not None and true["mean_loss"] > true["target"]:
+        problems.append(f"mean loss {true['mean_loss']:.4f} is above the target {true['target']:g}")
     if not is_proven(true):
         notes.insert(0, f"not shown to be below its target: {significance_line(true)}")
     if true["parent"] is not None:

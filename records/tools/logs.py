@@ -35,12 +35,13 @@ def find_logs(place: str | Path) -> list[Path]:
     """The logs that a file, a folder (at any depth) or a pattern such as "records/runs/*-name" means, sorted.
 
     In a folder every `log.jsonl` and `*.jsonl.gz` counts; only where there is none, every `*.txt` and `*.log`
-    (foreign logs) does.
+    (foreign logs) does. Of a record those that its numbers are of, so not the second full run.
     """
     paths = [Path(p) for p in sorted(glob.glob(str(place)))] or [Path(place)]
     logs = []
     for path in paths:
         if path.is_dir():
+            path = path / "runs" if (path / "record.json").exists() else path
             ours = sorted([*path.rglob(LOG_NAME), *path.rglob(f"*{PACKED}")], key=run_of)
             logs += ours or sorted([*path.rglob("*.txt"), *path.rglob("*.log")])
         elif path.exists():
