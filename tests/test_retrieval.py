@@ -52,7 +52,7 @@ def found_in(known: dict, ended: list[int], number: int | None = None) -> tuple[
     for i in range(len(LENGTHS) if number is None else number, 0, -1):
         length = LENGTHS[i - 1]
         if length <= len(ended) and (length, *ended[-length:]) in known:
-            return known[length, *ended[-length:]], i
+            return known[(length, *ended[-length:])], i
     return [0, 0], 0
 
 

@@ -142,8 +142,8 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
     # --help shows the values of the preset that would run.
     asked = [after for before, after in zip(argv, argv[1:]) if before == "--preset"] + [
         word.partition("=")[2] for word in argv if word.startswith("--preset=")]
-    shown_first = next((name for name in asked if name in presets), default)
-    known, preset_values = kinds(presets[first]), defaults(presets[shown_first])
+    preset_shown = next((name for name in asked if name in presets), default)
+    known, preset_values = kinds(presets[first]), defaults(presets[preset_shown])
     parser = Parser(description=description, allow_abbrev=False, usage="%(prog)s [--SETTING VALUE] ...",
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", help=f"one of {', '.join(presets)}; here {default} if none is given",
@@ -156,7 +156,7 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
     if {"-h", "--help"} & {*argv}:
         for table in {type(row) for row in (presets[first], *getattr(presets[first], "stages", ()))}:
             said |= meanings(table)
-    group = parser.add_argument_group("settings", f"In brackets: the default of {shown_first}, and what "
+    group = parser.add_argument_group("settings", f"In brackets: the default of {preset_shown}, and what "
                                       "is allowed. A, B, @names and #numbers: the docstring of `Config`.")
     for name, kind in known.items():
         rule = "" if kind is str else f"; {words(kind)}"

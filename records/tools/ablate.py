@@ -145,8 +145,8 @@ def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World,
     results: dict[str, list[Result]] = {name: [] for name in variants}
     first = variants[AS_GIVEN]
     for i in range(first.runs):
+        seed = first.seed + i
         for name in list(variants)[::-1 if i % 2 else 1]:
-            seed = first.seed + i
             results[name].append(run := trained(change(variants[name], seed=seed, runs=1), world))
             say(f"{name}, seed {seed}: {run.loss:.4f} in {run.seconds:.2f} s; {scores_text(run.scores)}")
     losses = [run.loss for run in results[AS_GIVEN]]

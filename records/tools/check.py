@@ -165,7 +165,7 @@ def check_clock(run: Run) -> list[str]:
             problems.append(f"the clock gave {time_s - before_time:.3f} s to steps {before_step + 1} to "
                             f"{step}, whose own times add up to {needed:.3f} s: work ran outside the clock")
         before_step, before_time = step, time_s
-    last = {"loss": (validations["loss"][-1], 1e-5), "tokens": (steps["tokens"][-1] if count else 0, 0),
+    last = {"loss": (validations["loss"][-1], 1e-6), "tokens": (steps["tokens"][-1] if count else 0, 0),
             "time_s": (validations["time_s"][-1], LAST_TOLERANCE)}
     problems += [f"the summary's {key} is {summary[key]}, that of the last step {value}"
                  for key, (value, tolerance) in last.items() if abs(summary[key] - value) > tolerance]

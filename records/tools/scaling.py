@@ -47,16 +47,14 @@ def ways(ranks: list[int]) -> Iterator[tuple[int, str]]:
 def measure(counts: list[int], batches: str, settings: list[str]) -> list[dict]:
     """A row for each batch, number of ranks and kind of collectives. RecordError where a run fails."""
     rows, stages = [], batches.count(",") + 1
+    if (kept := without(settings, [*QUIET, "batch_tokens", "steps", "peer_copies"])) != settings:
+        print(f"left out, because scaling sets these itself: {shlex.join(settings)} became "
+              f"{shlex.join(kept)}", file=sys.stderr)
     for count, way in ways(counts):
         ranks = f"-m torch.distributed.run --standalone --nproc_per_node={count}"
-        ours = {"batch_tokens": batches, "steps": str(stages * (WARM + TIMED)),
-                "peer_copies": str(way != "nccl").lower()} | QUIET
-        if (kept := without(settings, ours)) != settings:
-            print(f"left out, because scaling sets these itself: {shlex.join(settings)} became "
-                  f"{shlex.join(kept)}", file=sys.stderr)
-            settings = kept
-        command = f"{shlex.quote(sys.executable)} {ranks} train_gpt.py {shlex.join(settings)}"
-        command = with_settings(command, ours)
+        command = f"{shlex.quote(sys.executable)} {ranks} train_gpt.py {shlex.join(kept)}"
+        command = with_settings(command, {"batch_tokens": batches, "steps": str(stages * (WARM + TIMED)),
+                                          "peer_copies": str(way != "nccl").lower()} | QUIET)
         with tempfile.TemporaryDirectory() as folder:
             run = launch(f"RUNS_PATH={shlex.quote(folder)} {command}", Path(folder))
         if run.diverged:
