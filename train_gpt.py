@@ -731,17 +731,17 @@ class Shard:
     def state(self) -> list[Tensor]:
         """All that a step changes."""
         own = [self.weight] if self.weight is not self.weights else []
-        rest = (self.grads, self.mantissa_bits, self.momentum, self.second, self.steps)
-        return [x for x in (self.weights, *own, *rest) if x is not None]
+        return [x for x in (self.weights, *own, self.grads, self.mantissa_bits,
+                            self.momentum, self.second, self.steps) if x is not None]
 
 
 class Adam(Shard):
     """Adam. Every rank updates an equal part of each parameter, or all of a replicated one."""
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
-        weight = updates.Master(self.weight, self.mantissa_bits)
-        rule = self.group.rule(finite, lr, self.config.cautious)
-        ops.adam_update(weight, self.grad, self.momentum, self.second, self.steps, rule, self.group.betas)
+        ops.adam_update(
+            updates.Master(self.weight, self.mantissa_bits), self.grad, self.momentum, self.second,
+            self.steps, self.group.rule(finite, lr, self.config.cautious), self.group.betas)
         self.grads.zero_()
 
 
@@ -753,8 +753,8 @@ class NorMuon(Shard):
         ranks, (rows, columns) = world.size, group.params[0].shape
         height = columns if group.square_blocks else rows
         self.shape = torch.Size([-1, height, columns])      # of the matrices that are orthogonalised
-        padding = [1.0] * (len(self.weights) - len(group.matrix_lr))
-        rates = torch.tensor(group.matrix_lr + padding, device=self.weights.device)
+        rates = torch.tensor(group.matrix_lr + [1.0] * (len(self.weights) - len(group.matrix_lr)),  # padding
+                             device=self.weights.device)
         self.matrix_lr = rates.view(-1, ranks)[:, world.rank].repeat_interleave(rows // height).view(-1, 1, 1)
         self.normalisation = "aol" if config.aol else "frobenius"
         self.triples = updates.polar_express(
@@ -767,9 +767,8 @@ class NorMuon(Shard):
         direction = ops.newton_schulz(direction, self.triples, self.normalisation)
         rule = self.group.rule(finite, lr, self.config.cautious)
         rule = rule._replace(lr=rule.lr * self.matrix_lr)
-        second = self.second.view(-1, self.shape[1], 1)
-        ops.neuron_update(updates.Master(weight, bits), direction, second, rule, self.group.betas[1],
-                          self.config.neuron_norm)
+        ops.neuron_update(updates.Master(weight, bits), direction, self.second.view(-1, self.shape[1], 1),
+                          rule, self.group.betas[1], self.config.neuron_norm)
         self.grads.zero_()      # Autograd, in a reference, only adds.
 
 
@@ -786,8 +785,7 @@ class RowAdam:
         self.table = model.ngrams.optimizer_state(config.ngram_block, most if by_row else None)
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
-        rule = self.group.rule(finite, lr, self.config.cautious)
-        ops.row_adam(*self.table, rule, self.group.betas[1])
+        ops.row_adam(*self.table, self.group.rule(finite, lr, self.config.cautious), self.group.betas[1])
 
     def state(self) -> list[Tensor]:
         weight, gradients, *rest = self.table
@@ -819,11 +817,11 @@ class Optimizer:
         self.shards = {group.name: RowAdam(group, config, model) if group.algorithm is RowAdam else
                        group.algorithm(group, config, world, grads if group.replicated else None)
                        for group, grads in zip(groups, self.small_grads.split(sizes))}
-        averaged = [updates.Averaged(shard.weight, shard.mantissa_bits, shard.group.memory)
-                    for shard in self.shards.values() if shard.group.memory]
-        self.averages = updates.Averages(averaged, config.steps + config.extra_steps, config.average_steps,
-                                         config.average_every, config.average_share, config.width,
-                                         earliest=int(config.tied_share * config.steps) + 1)
+        self.averages = updates.Averages(
+            [updates.Averaged(shard.weight, shard.mantissa_bits, shard.group.memory)
+             for shard in self.shards.values() if shard.group.memory],
+            config.steps + config.extra_steps, config.average_steps, config.average_every,
+            config.average_share, config.width, earliest=int(config.tied_share * config.steps) + 1)
         apart = config.overlap and world.device.type == "cuda"
         self.streams = {name: side_stream(name) for name in self.shards if apart}   # where groups are updated
         self.loss_stream = side_stream("loss") if apart else None   # where the loss is summed and checked
@@ -970,7 +968,7 @@ class Schedule:
         c, stages = self.config, self.config.stages
         position = min(index, c.steps - 1) * len(stages) / c.steps          # Extra steps stay at the end.
         stage = stages[int(position)]
-        fraction = position - int(position) if index < c.steps else 1.0
+        fraction = position % 1 if index < c.steps else 1.0
         multi_token = tuple(first + (last - first) * fraction for first, last in stage.multi_token)
         fallen = min(max((index / c.steps - (1 - c.cooldown)) / c.cooldown, 0.0), 1.0) if c.cooldown else 0.0
         low, high = c.muon_momentum
@@ -1009,8 +1007,9 @@ class Trainer:
         embedded.provide(config.data_path, world.rank, world.barrier)
         check_scores(config.score)
         world.be_deterministic(config.deterministic)
-        self.text, shapes = TextSettings.of(config), [step.shape for step in self.schedule]
-        self.loader = Loader(self.text, shapes, world.rank, world.size, world.device)
+        self.text = TextSettings.of(config)
+        self.loader = Loader(
+            self.text, [step.shape for step in self.schedule], world.rank, world.size, world.device)
         self.chunks = config.val_tokens, config.val_chunk, config.val_sequence_length, world.size
         self.validation = scored_text("val", self.text, *self.chunks)
         self.model = GPT(config, world.device, world.collectives)
@@ -1026,8 +1025,8 @@ class Trainer:
         if not step.tied:
             self.optimizer.untie()
         # Steps of one kind differ in these numbers, which a captured step reads on the device.
-        numbers = [(self.optimizer.lr, step.lr), (self.optimizer.momentum_beta, step.momentum)]
-        for number, value in (*numbers, *zip(self.model.loss_weights, step.multi_token)):
+        for number, value in ((self.optimizer.lr, step.lr), (self.optimizer.momentum_beta, step.momentum),
+                              *zip(self.model.loss_weights, step.multi_token)):
             number.fill_(value)
         if step.kind in self.graphs:
             graph, inputs = self.graphs[step.kind]
@@ -1111,7 +1110,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
     config, world, schedule = trainer.config, trainer.world, trainer.schedule
     clock = Clock(world.device)
     report = Report(log, clock, len(schedule), world.device, world.rank, world.size)
-    points, candidates = trainer.validation_points(), trainer.loader.candidates_of
+    points = trainer.validation_points()
     report.tokens = sum(step.batch_tokens for step in islice(schedule, first))
     log.first = first
     report.bar.update(first)
@@ -1120,7 +1119,8 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
         with Keeper(trainer, log) as keeper, clock.running(world.barrier):
             for step in islice(schedule, first, None):
                 loss = world.watched(trainer.step, step, next(batches))
-                flops = step.batch_tokens * explain.flops_per_token(config, step, candidates(step.shape))
+                candidates = trainer.loader.candidates_of(step.shape)
+                flops = step.batch_tokens * explain.flops_per_token(config, step, candidates)
                 report.add(StepFacts(step.index, step.batch_tokens, flops, step.lr, step.momentum,
                                      step.windows), loss)
                 if step.index + 1 in points:
