@@ -179,6 +179,9 @@ class Config:
     # Where the model is scored, tokens that GPT-2's encoder never writes next have no probability
     # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
     canonical: bool = False
+    # About so many tokens share a softmax's sample, which holds all their targets; 0: a micro-batch's. Fewer
+    # tokens have fewer different targets, and so fewer logits are computed. Not measured yet.
+    softmax_tokens: Count = 0
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
@@ -593,9 +596,8 @@ class GPT(nn.Module):
             batch.targets, is_start, weights, mixture, loss.ruled_out(self.never, batch.tokens))
         if not len(batch.candidates):
             return self.ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
-        head = self.ops.lookup(self.head, embedding.already_sorted(batch.candidates))
-        targets, counts = loss.among_candidates(batch.targets, batch.candidates, len(self.head))
-        return self.ops.head_loss(x, head, wanted._replace(targets=targets), in_fp8, counts)
+        return loss.sampled_head_loss(
+            self.ops.head_loss, self.ops.lookup, x, self.head, wanted, batch.candidates, in_fp8)
 
     def mlp_weights(self, i: int) -> tuple[Tensor, Tensor]:
         first = len(self.config.layers) + 2 * i

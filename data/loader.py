@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.packing import ShardedText, pack, round_up, sample_candidates
+from data.packing import ShardedText, pack, round_up, sample_candidates, sample_parts
 from data.shards import ShardError, shards_in
 
 AHEAD = 4           # steps whose batches are made before they are asked for
@@ -33,6 +33,7 @@ class TextSettings:
     keep_tails: bool            # train on what a cut document leaves over, as sequences of their own
     micro_batches: int          # in how many parts the batch of a step is packed, on any number of ranks
     seed: int                   # of the sample of a sampled softmax; nothing else here depends on it
+    softmax_tokens: int = 0     # about so many tokens of a micro-batch share a sample; 0: all
 
     @classmethod
     def of(cls, config) -> "TextSettings":
@@ -52,7 +53,8 @@ class Batch(NamedTuple):
     tokens: Tensor          # (n,) int32
     targets: Tensor         # (n,) int32: the next token; -1 is not scored
     cu_seqlens: Tensor      # (most sequences + 1,) int32: where each sequence starts, then n to the end
-    candidates: Tensor      # (k,) int32, ascending: tokens whose logits are computed; (0,): all tokens
+    # (parts, k) int32, ascending: tokens whose logits each equal part of the n tokens computes; (0,): all
+    candidates: Tensor
     max_length: int         # no sequence is longer
 
 
@@ -65,7 +67,7 @@ Sequence = tuple[np.ndarray, int, int]      # a shard's tokens, where in them th
 class Bounds(NamedTuple):
     """Sizes of a micro-batch that hold for a whole stage, so that a captured step fits all of its steps."""
     sequences: int              # A micro-batch with more of them ends early.
-    targets: int                # different ones of a micro-batch, and a document's start; 0: not counted
+    targets: int                # different ones that share a sample, and a document's start; 0: not counted
 
 
 class Plan:
@@ -145,6 +147,11 @@ class Plan:
                 f"about {min(lasted / sum(wanted), 1):.0%} of what it is")
 
 
+def parts_of(settings: TextSettings, shape: StepShape) -> int:
+    """Into how many parts a micro-batch of this step is split, each with its own sample of candidates."""
+    return sample_parts(shape.tokens // settings.micro_batches, settings.softmax_tokens)
+
+
 def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, Bounds]:
     """The bounds of a micro-batch, by tokens of the step, from the validation text.
 
@@ -159,10 +166,10 @@ def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, 
         for spans in (spans for step in plan.make() for spans in step):
             sequences = max(sequences, sum(last - first for _, first, last, _ in spans))
             if shape.samples:
-                different = np.zeros(settings.padded_vocab, bool)
-                for text, start, length in plan.sequences(spans, shape.sequence_length):
-                    different[text[start + 1:start + 1 + length]] = True
-                targets = max(targets, int(np.count_nonzero(different)) + 1)
+                pieces = [text[start + 1:start + 1 + length] for text, start, length
+                          in plan.sequences(spans, shape.sequence_length)]
+                parts = np.array_split(np.concatenate(pieces), parts_of(settings, shape))
+                targets = max(targets, *(np.count_nonzero(np.bincount(part)) + 1 for part in parts))
         old = bounds.get(shape.tokens, Bounds(0, 0))
         bounds[shape.tokens] = Bounds(max(old.sequences, sequences + sequences // 4 + 8),
                                       max(old.targets, targets))
@@ -197,12 +204,12 @@ class Loader:
 
     @property
     def candidates(self) -> dict[tuple[int, int], int]:
-        """Candidates of a micro-batch, by tokens and samples of the step; {} without a sampled softmax."""
+        """Candidates of a part of a micro-batch, by tokens and samples of the step; {}: of all steps all."""
         return {(shape.tokens, shape.samples): self.candidates_of(shape)
                 for shape in dict.fromkeys(self.shapes) if shape.samples}
 
     def candidates_of(self, shape: StepShape) -> int | None:
-        """For how many tokens a micro-batch of this step computes logits; None: for all."""
+        """For how many tokens a part of a micro-batch of this step computes logits; None: for all."""
         wanted = round_up(self.bounds[shape.tokens].targets + shape.samples, 256)
         return min(wanted, self.settings.padded_vocab) if shape.samples else None
 
@@ -221,8 +228,9 @@ class Loader:
             batch = make_batch(sequences, n, self.most(shape), shape.sequence_length, settings.document_start)
             if count := self.candidates_of(shape):
                 generator = np.random.default_rng([settings.seed % 2**32, index, i])
-                candidates = sample_candidates(batch.targets.numpy(), count, settings.padded_vocab, generator)
-                batch = batch._replace(candidates=torch.from_numpy(candidates))
+                parts = batch.targets.numpy().reshape(parts_of(settings, shape), -1)
+                drawn = [sample_candidates(part, count, settings.padded_vocab, generator) for part in parts]
+                batch = batch._replace(candidates=torch.from_numpy(np.stack(drawn)))
             batches.append(batch)
         return batches
 
@@ -236,7 +244,9 @@ class Loader:
         if device.type == "cuda":
             # All of a step's tokens and targets, and what each micro-batch of this rank has beside them.
             tokens, on_each = max(self.bounds), self.settings.micro_batches // self.ranks
-            others = max(map(self.most, self.shapes)) + 1 + self.settings.padded_vocab + 4 * ALIGNED
+            drawn = max(parts_of(self.settings, shape) * (self.candidates_of(shape) or 0)
+                        for shape in dict.fromkeys(self.shapes))
+            others = max(map(self.most, self.shapes)) + 1 + drawn + 4 * ALIGNED
             largest = 2 * tokens // self.ranks + on_each * others
             rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], copy_stream(device)
 
@@ -296,12 +306,13 @@ class Room:
         # The copy of what this memory held before has ended.
         self.ready.synchronize()
         for piece, x in zip(self.here[:total].split(sizes), tensors):
-            piece[:x.numel()].copy_(x)
+            piece[:x.numel()].copy_(x.flatten())
         with torch.cuda.stream(stream):
             stream.wait_event(self.left)
             self.there[:total].copy_(self.here[:total], non_blocking=True)
             self.ready.record()
-        arrived = iter(piece[:x.numel()] for piece, x in zip(self.there[:total].split(sizes), tensors))
+        arrived = iter(piece[:x.numel()].view(x.shape)
+                       for piece, x in zip(self.there[:total].split(sizes), tensors))
         return [Batch(*(next(arrived) for _ in batch[:-1]), batch.max_length) for batch in batches]
 
 

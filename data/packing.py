@@ -54,6 +54,15 @@ def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, lo
     return tokens, targets, np.array(cu_seqlens + [n] * (most + 1 - len(cu_seqlens)), np.int32)
 
 
+def sample_parts(n: int, share: int) -> int:
+    """Into how many equal parts n tokens are split, so that about `share` have one sample of candidates.
+
+    0: all n. On GPUs a part has a multiple of 16 tokens, as FP8 wants it, and so it has here.
+    """
+    most = n // share if share else 1
+    return next((parts for parts in range(most, 1, -1) if n % (16 * parts) == 0), 1)
+
+
 def sample_candidates(targets: np.ndarray, count: int, vocabulary: int,
                       generator: np.random.Generator) -> np.ndarray:
     """`count` tokens, ascending, int32: the targets (n,), without -1, and a uniform sample of the rest."""

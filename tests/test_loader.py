@@ -13,7 +13,7 @@ from conftest import write_documents
 import train_gpt
 from data import packing
 from data.loader import Bounds, Loader, Room, StepShape, TextSettings
-from data.packing import cut_documents, pack, round_up, sample_candidates
+from data.packing import cut_documents, pack, round_up, sample_candidates, sample_parts
 from data.peek import KEEP_TAILS, SCHEDULES
 from data.scoring import scored_text
 from data.shards import ShardError, find_shards, open_shard, write_shard
@@ -176,10 +176,10 @@ def test_candidates_hold_all_targets_and_a_sample_of_the_rest(sampled):
     config, plan, seen = sampled, loader(sampled), set()
     for index, step in enumerate(plan.shapes):
         for batch in plan.batches(index):
-            targets, candidates = batch.targets.unique(), batch.candidates
             if index >= config.steps:                                    # extra steps take all
-                assert not len(candidates)
+                assert not len(batch.candidates)
                 continue
+            targets, [candidates] = batch.targets.unique(), batch.candidates
             assert candidates.dtype == torch.int32 and candidates.diff().gt(0).all()
             assert torch.isin(targets, candidates).all()
             assert 0 <= candidates[0] and candidates[-1] < config.padded_vocab == 5056
@@ -236,15 +236,15 @@ def test_candidates_depend_on_the_seed_and_the_step_alone(sampled, ranks):
         assert torch.equal(a.candidates, b.candidates) and torch.equal(a.candidates, c.candidates)
         assert torch.equal(a.tokens, d.tokens) and not torch.equal(a.candidates, d.candidates)
     for i, batch in enumerate(alone.batches(index)):        # a draw of its own for each micro-batch
-        generator, count = np.random.default_rng([config.seed, index, i]), len(batch.candidates)
-        drawn = sample_candidates(batch.targets.numpy(), count, config.padded_vocab, generator)
-        assert batch.candidates.tolist() == drawn.tolist()
+        generator, [candidates] = np.random.default_rng([config.seed, index, i]), batch.candidates
+        drawn = sample_candidates(batch.targets.numpy(), len(candidates), config.padded_vocab, generator)
+        assert candidates.tolist() == drawn.tolist()
 
 
 def test_candidates_of_a_small_vocabulary_are_all_and_off_means_none(config):
     plan = loader(change(config, softmax_samples=(10_000,)))
     assert set(plan.candidates.values()) == {320}
-    assert torch.equal(plan.batches(0)[0].candidates, torch.arange(320, dtype=torch.int32))
+    assert torch.equal(plan.batches(0)[0].candidates, torch.arange(320, dtype=torch.int32)[None])
     off = loader(config)
     assert not off.candidates and not off.batches(0)[0].candidates.numel()
     assert not any(batch.candidates.numel() for batch in validation(change(config, softmax_samples=(10,))))
@@ -258,7 +258,8 @@ def test_every_stage_draws_its_own_number_of_candidates(sampled):
     alike = loader(sampled).candidates
     assert drawn[tokens[1]] == alike[tokens[1], 300] and drawn[tokens[2]] == alike[tokens[2], 300] + 512
     for index, shape in enumerate(plan.shapes):
-        assert all(len(batch.candidates) == (plan.candidates_of(shape) or 0) for batch in plan.batches(index))
+        shapes = {tuple(batch.candidates.shape) for batch in plan.batches(index)}
+        assert shapes == {(1, plan.candidates_of(shape)) if shape.samples else (0,)}
 
 
 def test_stages_of_equal_batches_may_sample_differently(sampled):
@@ -284,6 +285,28 @@ def test_shards_that_no_step_needs_are_not_waited_for(config, monkeypatch):
     begin = time.perf_counter()
     batches.close()
     assert time.perf_counter() - begin < 5 and 1 <= len(opened) < 40
+
+
+def test_parts_of_a_micro_batch_have_samples_of_their_own(sampled):
+    """Each with all of its own targets, and fewer candidates than the whole would have."""
+    whole, plan = loader(sampled), loader(replace(sampled, softmax_tokens=64))
+    for index, shape in enumerate(plan.shapes[:sampled.steps]):
+        count = shape.tokens // sampled.micro_batches // 64
+        for one, batch in zip(whole.batches(index), plan.batches(index), strict=True):
+            assert torch.equal(one.tokens, batch.tokens) and len(batch.candidates) == count
+            assert batch.candidates.shape[1] == plan.candidates_of(shape) <= whole.candidates_of(shape)
+            for targets, candidates in zip(batch.targets.chunk(count), batch.candidates, strict=True):
+                assert torch.isin(targets, candidates).all() and candidates.diff().gt(0).all()
+    last = plan.shapes[sampled.steps - 1]
+    assert plan.candidates_of(last) < whole.candidates_of(last)
+
+
+@pytest.mark.parametrize("n, share, parts", [
+    (49_152, 0, 1), (49_152, 16_384, 3), (49_152, 49_152, 1), (49_152, 65_536, 1), (40_960, 16_384, 2),
+    (80_000, 16_384, 4), (100, 10, 1), (96, 16, 6), (112, 20, 1)])
+def test_sample_parts(n, share, parts):
+    """As many as give each at least `share` tokens, but a multiple of 16 of them."""
+    assert sample_parts(n, share) == parts
 
 
 def test_sample_candidates():

@@ -98,6 +98,20 @@ def test_a_copy_head_is_counted():
     assert 1 <= (with_it.step - without.step) / (49_152 * 256 * 2) < 4
 
 
+def test_samples_of_parts_are_counted():
+    """Three parts of a micro-batch have fewer candidates, and one part's logits are there at a time.
+
+    Their gradients in FP8 are kept twice, until the backward pass.
+    """
+    preset = replace(train_gpt.PRESETS["corpus"], extra_steps=0)      # They take all logits.
+    whole, parts = (
+        memory.count(train_gpt, replace(preset, softmax_tokens=share), 1, GPU, False, sampled(*candidates),
+                     [65_536])[65_536]
+        for share, candidates in ((0, (13_312, 15_872, 18_432)), (16_384, (13_312,) * 3)))
+    less = 49_152 * (2 * (18_432 - 13_312 / 3) + 2 * (18_432 - 13_312))
+    assert whole.step - parts.step == pytest.approx(less, rel=0.02)
+
+
 def test_a_checkpoints_copy_is_counted():
     """On an H200 a run without and with checkpoints reported 15.12 and 18.16 GB, at a validation's peak.
 

@@ -639,7 +639,7 @@ def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax(config, lookup):
         awake(model)
         model.ops = model.ops._replace(lookup=lookup)
         batch = first_batch(trainer)
-        assert step.tied and len(batch.candidates) == (320 if samples else 0)
+        assert step.tied and len(batch.candidates[:1].flatten()) == (320 if samples else 0)
         batch.targets[[3, 70]] = -1
         training_loss, next_token = model(batch, step)
         training_loss.backward()
@@ -653,14 +653,37 @@ def test_a_sample_of_the_whole_vocabulary_is_the_full_softmax(config, lookup):
 
 
 @pytest.mark.parametrize("lookup", [embedding.lookup_reference, embedding.lookup])
+@pytest.mark.parametrize("copy_channels", [0, 16])
+def test_samples_of_parts_of_the_tokens_add_up(config, lookup, copy_channels):
+    """If each holds the whole vocabulary; a part does not see the later targets that follow it."""
+    results = []
+    for share in (0, 64):
+        trainer = make_trainer(
+            config, softmax_samples=(10_000,), softmax_tokens=share, copy_channels=copy_channels)
+        model, step = trainer.model, trainer.schedule.at(0)._replace(multi_token=(1.0,))
+        awake(model)
+        model.ops = model.ops._replace(lookup=lookup)
+        batch = first_batch(trainer)
+        assert batch.candidates.shape == (len(batch.tokens) // 64 if share else 1, 320)
+        training_loss, next_token = model(batch, step)
+        training_loss.backward()
+        results.append([training_loss.detach(), next_token.detach(), *(p.grad for p in model.parameters())])
+    tolerance = 1e-5 if ON_CPU else 2e-2
+    for whole, parts in zip(*results):
+        if whole is not None and whole.numel():
+            close = dict(atol=tolerance * whole.abs().max().item(), rtol=tolerance)
+            torch.testing.assert_close(parts, whole, **close)
+
+
+@pytest.mark.parametrize("lookup", [embedding.lookup_reference, embedding.lookup])
 def test_sampled_softmax_has_gradients_for_its_rows_alone(config, lookup):
     trainer = make_trainer(config, softmax_samples=(64,))
     model, step = trainer.model, trainer.schedule.at(0)._replace(tied=False)
     model.ops = model.ops._replace(lookup=lookup)
     batch = first_batch(trainer)
-    assert len(batch.candidates) == 256
+    assert batch.candidates.shape == (1, 256)
     model(batch, step)[0].backward()
-    assert model.head.grad.any(1).nonzero().flatten().tolist() == batch.candidates.tolist()
+    assert model.head.grad.any(1).nonzero().flatten().tolist() == batch.candidates[0].tolist()
 
 
 def test_sampled_softmax_trains_and_leaves_validation_as_it_was(config):

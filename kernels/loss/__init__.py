@@ -3,8 +3,8 @@
 In reading order:
 
 - `head.py`: `head_loss`, the matmul with the head and the loss of the next one to three tokens, over the
-  vocabulary or over a weighted sample of it, the candidates (`among_candidates`). The next token's
-  probability may be mixed with another source's (`Mixture`).
+  vocabulary or over a weighted sample of it, the candidates (`among_candidates`, `sampled_head_loss`). The
+  next token's probability may be mixed with another source's (`Mixture`).
 - `cross_entropy.py`: what stands between logits and loss, and the gradient of the logits, by Triton kernels.
 """
 from kernels.loss.head import (
@@ -15,4 +15,5 @@ from kernels.loss.head import (
     head_loss_reference,
     later_targets,
     ruled_out,
+    sampled_head_loss,
 )

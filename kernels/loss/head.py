@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.embedding.rows import already_sorted
 from kernels.example import Example
 from kernels.fp8.matmul import (
     HEAD_GRADIENT_SCALE,
@@ -49,6 +50,12 @@ class Targets(NamedTuple):
     mixture: Mixture | None = None  # for the next token; None: the head alone
     # (n, rows of the head / 8) uint8: bits of tokens that cannot come next, where there are no gradients
     never: Tensor | None = None
+
+    def parts(self, count: int) -> "list[Targets]":
+        """Of so many equal parts of the tokens. A part does not see the next one's targets."""
+        each = zip(*(x.chunk(count) for x in (self.targets, self.is_start, *(self.mixture or ()))))
+        return [Targets(targets, is_start, self.weights, Mixture(*mixture) if mixture else None)
+                for targets, is_start, *mixture in each]
 
     def ahead(self) -> list[Tensor]:
         """The targets 1 ... k tokens ahead, (n,) each; -1 beyond the sequence's own last target."""
@@ -85,6 +92,30 @@ def among_candidates(targets: Tensor, candidates: Tensor, vocabulary: int) -> tu
     count = is_target.sum()
     times = (vocabulary - count) / (len(candidates) - count)
     return places, times.expand(len(candidates)).masked_fill(is_target, 1.0)
+
+
+def sampled_head_loss(
+    head_loss: Callable,  # or `head_loss_reference`
+    lookup: Callable,  # of the head's rows
+    x: Tensor,  # (n, width): what the head sees
+    head: Tensor,  # (vocabulary, width)
+    wanted: Targets,
+    candidates: Tensor,  # (parts, c) int32, each ascending: of each of so many equal parts of the tokens
+    fp8: bool,
+) -> tuple[Tensor, Tensor]:
+    """Both losses of `head_loss`, each part's over its own sample of the head's rows.
+
+    A part of the tokens has fewer different targets than all of them, and so fewer candidates.
+    """
+    def of_part(x: Tensor, wanted: Targets, sample: Tensor) -> tuple[Tensor, Tensor]:
+        rows = lookup(head, already_sorted(sample))
+        targets, counts = among_candidates(wanted.targets, sample, len(head))
+        return head_loss(x, rows, wanted._replace(targets=targets), fp8, counts)
+
+    if (count := len(candidates)) == 1:     # A chunk's gradient would be copied.
+        return of_part(x, wanted, candidates[0])
+    training, next_token = zip(*map(of_part, x.chunk(count), wanted.parts(count), candidates))
+    return sum(training), sum(next_token)
 
 
 def head_loss_reference(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from data import embedded
-from data.packing import round_up
+from data.packing import round_up, sample_parts
 from data.shards import open_shard, shards_in
 from kernels.ranks.collectives import can_copy, ranks_here
 from records.run.checks import check_machine
@@ -145,7 +145,7 @@ def can_split(config, micro_batches: int) -> bool:
 
 
 def candidates(config) -> dict[tuple[int, int], int]:
-    """About how many candidates a micro-batch has, by tokens and samples of its step.
+    """About how many candidates a part of a micro-batch has, by tokens and samples of its step.
 
     They are counted at the start of the validation text.
 
@@ -154,7 +154,8 @@ def candidates(config) -> dict[tuple[int, int], int]:
     text = open_shard(shards_in(config.data_path, "val")[0], config.vocab_size)
     found = {}
     for tokens, samples in {(stage.batch_tokens, stage.softmax_samples) for stage in config.stages}:
-        seen = len(np.unique(text[:tokens // config.micro_batches]))
+        share = tokens // config.micro_batches
+        seen = len(np.unique(text[:share // sample_parts(share, config.softmax_tokens)]))
         wanted = min(round_up(int(1.1 * seen) + samples, 256), config.padded_vocab)
         found[tokens, samples] = wanted if samples else 0
     return found

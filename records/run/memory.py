@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from data.loader import AHEAD, Batch
-from data.packing import round_up
+from data.packing import round_up, sample_parts
 from kernels import attention
 from kernels.ranks.collectives import Collectives
 from kernels.streams import SPARE
@@ -202,8 +202,8 @@ def heaviest(steps: Iterable) -> list:
             if not any(other != size and all(map(ge, other, size)) for other in sizes)]
 
 
-def empty_batch(tokens: int, candidates: int, longest: int) -> Batch:
-    """A batch on the meta device, with room for short sequences."""
+def empty_batch(tokens: int, candidates: tuple[int, ...], longest: int) -> Batch:
+    """A batch on the meta device, with room for short sequences. `candidates`: the shape of its samples."""
     sizes = tokens, tokens, tokens // 16, candidates
     return Batch(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes), longest)
 
@@ -213,7 +213,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
     """What each of `ranks` GPUs like `device` will hold, by the `val_chunk` of `chunks`. Allocates nothing.
 
     `program` is train_gpt.py as a module; `copies`: ranks exchange by copies; `candidates`: of a
-    micro-batch's sampled softmax, by tokens and samples of its step.
+    sample of the sampled softmax, by tokens and samples of its step.
     """
     counter, peaks, schedule = Counter(), [], program.Schedule(config)
     on_each, kinds = config.micro_batches // ranks, schedule.kinds().values()
@@ -227,8 +227,11 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
                              loss=torch.zeros((), device=META))
         made = counter.live
         for step in heaviest(kinds):
-            sampled = candidates[step.batch_tokens, step.samples] if step.samples else 0
-            batch = empty_batch(step.batch_tokens // config.micro_batches, sampled, step.sequence_length)
+            tokens, sampled = step.batch_tokens // config.micro_batches, (0,)
+            if step.samples:
+                sampled = (sample_parts(tokens, config.softmax_tokens),
+                           candidates[step.batch_tokens, step.samples])
+            batch = empty_batch(tokens, sampled, step.sequence_length)
             before = counter.restart()
             trainer.program(step, [batch] * min(on_each, 2))
             peaks.append(counter.peak - before)
@@ -241,7 +244,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
         inputs = on_each * sum(x.nbytes for x in batch[:-1]) * (len(kinds) + 2 * (AHEAD + 2))
         validation = {}
         for chunk in chunks:
-            batch = empty_batch(chunk, 0, config.val_sequence_length)
+            batch = empty_batch(chunk, (0,), config.val_sequence_length)
             before = counter.restart()
             model.score(batch, schedule.validation(len(schedule)))
             validation[chunk] = counter.peak - before
