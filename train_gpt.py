@@ -182,6 +182,7 @@ class Config:
     # About so many tokens share a softmax's sample, which holds all their targets; 0: a micro-batch's. Fewer
     # tokens have fewer different targets, and so fewer logits are computed. Not measured yet.
     softmax_tokens: Count = 0
+    head_share: Share = 1.0         # of these parts of a micro-batch; the others do not train the head
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
@@ -597,7 +598,8 @@ class GPT(nn.Module):
         if not len(batch.candidates):
             return self.ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
         return loss.sampled_head_loss(
-            self.ops.head_loss, self.ops.lookup, x, self.head, wanted, batch.candidates, in_fp8)
+            self.ops.head_loss, self.ops.lookup, x, self.head, wanted, batch.candidates, in_fp8,
+            self.config.head_share)
 
     def mlp_weights(self, i: int) -> tuple[Tensor, Tensor]:
         first = len(self.config.layers) + 2 * i

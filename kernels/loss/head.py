@@ -5,9 +5,7 @@ logits. Separate operations keep the logits for the backward pass, write a bf16 
 transpose it. One H200, 49,152 tokens × 768 × 50,304, both ways in FP8, three targets: 13.7 ms, the reference
 compiled 18.1 ms.
 
-In training W may be a sample of the head's rows, the candidates, with weights that keep the mean of Σ e^s
-what it is over the whole vocabulary (`among_candidates`). This is importance sampling (Jean et al., arXiv
-1412.2007), in the public speedrun since modded-nanogpt #360 (@devenpzak). Each token may have several
+In training W may be a sample of the head's rows, the candidates (`sampled.py`). Each token may have several
 targets: the next one, two and three tokens (Gloeckle et al., arXiv 2404.19737; this form: @varunneal, #178).
 An FP8 head is @YouJiacheng's.
 """
@@ -19,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.embedding.rows import already_sorted
 from kernels.example import Example
 from kernels.fp8.matmul import (
     HEAD_GRADIENT_SCALE,
@@ -77,47 +74,6 @@ def later_targets(targets: Tensor, is_start: Tensor, count: int) -> list[Tensor]
     return all_targets
 
 
-def among_candidates(targets: Tensor, candidates: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Where in `candidates` each target stands, (n,) int32, and the weight of each candidate, (c,) float32.
-
-    `candidates` (c,), ascending, int32 like targets (n,), holds all T tokens that are targets, and c − T of
-    the others, drawn uniformly. Each of those stands for (V − T) / (c − T) tokens of the vocabulary V, so
-    that the mean of Σ e^s over candidates is Σ e^s over all tokens. A target of -1, which is not scored,
-    stays -1.
-    """
-    places = torch.searchsorted(candidates, targets, out_int32=True).masked_fill(targets < 0, -1)
-    # The places -1 fill one more entry, which is cut off.
-    is_target = torch.zeros(len(candidates) + 1, dtype=torch.bool, device=candidates.device)
-    is_target = is_target.index_fill_(0, places.long(), True)[:-1]
-    count = is_target.sum()
-    times = (vocabulary - count) / (len(candidates) - count)
-    return places, times.expand(len(candidates)).masked_fill(is_target, 1.0)
-
-
-def sampled_head_loss(
-    head_loss: Callable,  # or `head_loss_reference`
-    lookup: Callable,  # of the head's rows
-    x: Tensor,  # (n, width): what the head sees
-    head: Tensor,  # (vocabulary, width)
-    wanted: Targets,
-    candidates: Tensor,  # (parts, c) int32, each ascending: of each of so many equal parts of the tokens
-    fp8: bool,
-) -> tuple[Tensor, Tensor]:
-    """Both losses of `head_loss`, each part's over its own sample of the head's rows.
-
-    A part of the tokens has fewer different targets than all of them, and so fewer candidates.
-    """
-    def of_part(x: Tensor, wanted: Targets, sample: Tensor) -> tuple[Tensor, Tensor]:
-        rows = lookup(head, already_sorted(sample))
-        targets, counts = among_candidates(wanted.targets, sample, len(head))
-        return head_loss(x, rows, wanted._replace(targets=targets), fp8, counts)
-
-    if (count := len(candidates)) == 1:     # A chunk's gradient would be copied.
-        return of_part(x, wanted, candidates[0])
-    training, next_token = zip(*map(of_part, x.chunk(count), wanted.parts(count), candidates))
-    return sum(training), sum(next_token)
-
-
 def head_loss_reference(
     x: Tensor, head: Tensor, wanted: Targets, fp8: bool, candidate_weights: Tensor | None = None,
     grad: Gradient | None = None,
@@ -152,17 +108,19 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, head: Tensor, log_odds: Tensor | None, targets: Tensor, all_wanted: Targets,
                 fp8: bool, candidate_weights: Tensor | None, grad: Gradient | None) -> tuple[Tensor, Tensor]:
-        ctx.fp8, ctx.grad, wanted = fp8, grad, any(ctx.needs_input_grad)
+        ctx.fp8, ctx.grad, wanted, trains = fp8, grad, any(ctx.needs_input_grad), ctx.needs_input_grad[1]
         weights = all_wanted.weights
         logits_grad = transposed = scale = share = None
         if fp8:
             scales = HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE
             scales = [torch.full((), s, device=x.device) for s in scales]
-            (x8, x8_transposed), (head8, head8_transposed) = quantize(x, scales[0]), quantize(head, scales[1])
+            x8, x8_transposed = quantize(x, scales[0], both=trains)
+            head8, head8_transposed = quantize(head, scales[1])
             logits = fp8_matmul(x8, head8.T, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, fast=True)
             if wanted:
                 scale, logits_grad = scales[2], torch.empty_like(logits, dtype=torch.float8_e5m2)
-                transposed = torch.empty(logits.shape[::-1], dtype=logits_grad.dtype, device=x.device)
+                if trains:
+                    transposed = torch.empty(logits.shape[::-1], dtype=logits_grad.dtype, device=x.device)
                 kept = logits_grad, transposed, x8_transposed, head8_transposed
         else:
             logits = F.linear(x, head)
@@ -179,15 +137,17 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, outer: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        weights, share, *kept = ctx.saved_tensors
+        (weights, share, *kept), trains = ctx.saved_tensors, ctx.needs_input_grad[1]
         rest = None if share is None else -outer * weights[0] * share, *[None] * 5
         if not ctx.fp8:
             logits_grad, x, head = kept
             x_grad = logits_grad @ head * outer
-            return x_grad, deliver(logits_grad.T @ x * outer, ctx.grad), *rest
+            return x_grad, deliver(logits_grad.T @ x * outer, ctx.grad) if trains else None, *rest
         logits_grad, transposed, x8_transposed, head8_transposed = kept
         scale, grad = outer * HEAD_GRADIENT_SCALE, ctx.grad
         x_grad = fp8_matmul(logits_grad, head8_transposed.T, scale, HEAD_WEIGHT_SCALE, fast=False)
+        if not trains:
+            return x_grad, None, *rest
         over = None if grad is None or grad.accumulate else grad.buffer  # the matmul may write there itself
         head_grad = fp8_matmul(transposed, x8_transposed.T, scale, HEAD_INPUT_SCALE, fast=False, out=over)
         return x_grad, deliver(head_grad, grad) if over is None else None, *rest

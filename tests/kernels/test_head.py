@@ -5,8 +5,16 @@ import torch
 from checks import DEVICE, error, random, same_bits
 
 from data.packing import sample_candidates
+from kernels.embedding import lookup_reference
 from kernels.gradients import Gradient
-from kernels.loss import Mixture, Targets, among_candidates, head_loss, head_loss_reference
+from kernels.loss import (
+    Mixture,
+    Targets,
+    among_candidates,
+    head_loss,
+    head_loss_reference,
+    sampled_head_loss,
+)
 from kernels.loss import head as head_module
 
 DTYPE_OF_HEAD = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
@@ -134,3 +142,28 @@ def test_sampled_softmax_is_the_full_one_on_average():
     assert deviations.abs().max() < 4.5
     for part in (slice(0, 1), slice(1, 1 + n * width), slice(1 + n * width, None)):
         assert (results[:, part].mean(0) - full[part]).norm() < 0.02 * full[part].norm()
+
+
+@pytest.mark.parametrize("function, fp8", [
+    (head_loss_reference, False), (head_loss, False), (head_loss, True)])
+def test_parts_are_as_if_alone_and_a_share_of_them_trains_the_head(function, fp8):
+    """The gradient of these counts for all. The losses and x's gradient are those of all parts."""
+    x, head, wanted, _ = head_inputs(48, 32, 320, 3, False)
+    wanted = wanted._replace(mixture=mixture(48))
+    parts, generator = wanted.parts(3), np.random.default_rng(0)
+    drawn = [sample_candidates(part.targets.cpu().numpy(), 200, 320, generator) for part in parts]
+    candidates = torch.from_numpy(np.stack(drawn)).to(DEVICE)
+
+    def run(x, wanted, candidates, share=1.0) -> tuple[torch.Tensor, ...]:
+        total, next_token = sampled_head_loss(
+            function, lookup_reference, x, head, wanted, candidates, fp8, share)
+        return total, next_token, *torch.autograd.grad(3 * total, (x, head))
+
+    whole, third = run(x, wanted, candidates), run(x, wanted, candidates, 0.34)
+    alone = [run(x.detach()[16 * i:][:16].requires_grad_(), part, candidates[i:i + 1])
+             for i, part in enumerate(parts)]
+    assert all(map(same_bits, whole[:3], third[:3]))
+    tolerance = 1e-2 if DEVICE.type == "cuda" else 1e-5
+    for i, join in enumerate((sum, sum, torch.cat, sum)):
+        assert error(whole[i].detach(), join([part[i].detach().double() for part in alone])) < tolerance
+    assert error(third[3], 3 * alone[0][3].double()) < tolerance

@@ -1,0 +1,62 @@
+"""The loss over a sample of the head's rows, the candidates: all targets, and others drawn uniformly.
+
+Weights keep the mean of Σ e^s what it is over the whole vocabulary. This is importance sampling (Jean et al.,
+arXiv 1412.2007), in the public speedrun since modded-nanogpt #360 (@devenpzak).
+
+The tokens of a micro-batch may be split into parts, each with its own sample. A part has fewer different
+targets, and so fewer candidates: 49,152 tokens of English text have some 9,000 different targets, 16,384 have
+4,500.
+"""
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.embedding.rows import already_sorted
+from kernels.loss.head import Targets
+
+
+def among_candidates(targets: Tensor, candidates: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Where in `candidates` each target stands, (n,) int32, and the weight of each candidate, (c,) float32.
+
+    `candidates` (c,), ascending, int32 like targets (n,), holds all T tokens that are targets, and c − T of
+    the others, drawn uniformly. Each of those stands for (V − T) / (c − T) tokens of the vocabulary V, so
+    that the mean of Σ e^s over candidates is Σ e^s over all tokens. A target of -1, which is not scored,
+    stays -1.
+    """
+    places = torch.searchsorted(candidates, targets, out_int32=True).masked_fill(targets < 0, -1)
+    # The places -1 fill one more entry, which is cut off.
+    is_target = torch.zeros(len(candidates) + 1, dtype=torch.bool, device=candidates.device)
+    is_target = is_target.index_fill_(0, places.long(), True)[:-1]
+    count = is_target.sum()
+    times = (vocabulary - count) / (len(candidates) - count)
+    return places, times.expand(len(candidates)).masked_fill(is_target, 1.0)
+
+
+def sampled_head_loss(
+    head_loss: Callable,  # or `head_loss_reference`
+    lookup: Callable,  # of the head's rows
+    x: Tensor,  # (n, width): what the head sees
+    head: Tensor,  # (vocabulary, width)
+    wanted: Targets,
+    candidates: Tensor,  # (parts, c) int32, each ascending: of each of so many equal parts of the tokens
+    fp8: bool,
+    share: float = 1.0,  # of the parts, at least one: those that train the head, also for the others
+) -> tuple[Tensor, Tensor]:
+    """Both losses of `head_loss`, each part's over its own sample of the head's rows, and their sums."""
+    count = len(candidates)
+    trained = max(round(share * count), 1)
+
+    def of_part(i: int, x: Tensor, wanted: Targets) -> tuple[Tensor, Tensor]:
+        rows = lookup(head, already_sorted(candidates[i]))
+        if i >= trained:
+            rows = rows.detach()        # which also saves the matmul that makes their gradient
+        elif trained < count and rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient * (count / trained))
+        targets, counts = among_candidates(wanted.targets, candidates[i], len(head))
+        return head_loss(x, rows, wanted._replace(targets=targets), fp8, counts)
+
+    if count == 1:      # A chunk's gradient would be copied.
+        return of_part(0, x, wanted)
+    training, next_token = zip(*map(of_part, range(count), x.chunk(count), wanted.parts(count)))
+    return sum(training), sum(next_token)
