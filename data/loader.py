@@ -169,7 +169,7 @@ def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, 
                 pieces = [text[start + 1:start + 1 + length] for text, start, length
                           in plan.sequences(spans, shape.sequence_length)]
                 parts = np.array_split(np.concatenate(pieces), parts_of(settings, shape))
-                targets = max(targets, *(np.count_nonzero(np.bincount(part)) + 1 for part in parts))
+                targets = max(targets, *(int(np.count_nonzero(np.bincount(part))) + 1 for part in parts))
         old = bounds.get(shape.tokens, Bounds(0, 0))
         bounds[shape.tokens] = Bounds(max(old.sequences, sequences + sequences // 4 + 8),
                                       max(old.targets, targets))
