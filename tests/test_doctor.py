@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, process
 
 import train_gpt
+from records.run import machine
 from records.run.fit import fit
 from records.tools import doctor
 
@@ -132,6 +133,23 @@ def test_a_gpu_is_asked_while_it_works(monkeypatch):
     assert doctor.ask_under_load(torch.device("cuda", 0), "clocks.sm", "power.limit") == [1980.0, None]
     monkeypatch.setattr(doctor, "output_of", lambda *_: None)
     assert doctor.ask(torch.device("cuda", 0), "clocks.sm", "power.limit") == [None, None]
+
+
+def test_a_log_has_the_states_of_the_gpus_that_its_run_sees(monkeypatch):
+    """Of a host's three the third and the second; all where nvidia-smi calls them by other names."""
+    names = ["3-3", "2-2"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(uuid=names[i]))
+    rows = "\n".join(f"GPU-{i}-{i}, 580.1, 700.00, {i}000, [N/A], 40" for i in (1, 2, 3))
+    monkeypatch.setattr(machine, "output_of", lambda *command: rows if "uuid" in command[1] else "")
+    states = machine.gpu_states(torch.device("cuda"))
+    assert [state["sm_mhz"] for state in states] == [3000.0, 2000.0]
+    assert states[0] == {"driver": "580.1", "power_limit_w": 700.0, "sm_mhz": 3000.0, "memory_mhz": None,
+                         "celsius": 40.0}
+    names[:] = ["a", "b"]
+    assert len(machine.gpu_states(torch.device("cuda"))) == 3
+    monkeypatch.setattr(machine, "output_of", lambda *_: None)
+    assert machine.gpu_states(torch.device("cuda")) == machine.gpu_states(torch.device("cpu")) == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

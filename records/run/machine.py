@@ -54,12 +54,16 @@ GPU_STATE = {"driver_version": "driver", "power.limit": "power_limit_w", "clocks
 
 
 def gpu_states(device: torch.device) -> list[dict[str, object]]:
-    """Driver, power limit, clocks and temperature of each GPU of this host now; [] where that is unknown."""
-    found = output_of("nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}",
-                      "--format=csv,noheader,nounits") if device.type == "cuda" else None
-    rows = [line.split(", ") for line in (found or "").splitlines()]
-    return [{name: text if name == "driver" else number(text) for name, text in zip(GPU_STATE.values(), row)}
-            for row in rows]
+    """Driver, power limit, clocks and temperature of the GPUs that this process sees; [] where unknown."""
+    if device.type != "cuda":
+        return []
+    found = output_of("nvidia-smi", f"--query-gpu=uuid,{','.join(GPU_STATE)}", "--format=csv,noheader,nounits")
+    states = {}
+    for uuid, *row in (line.split(", ") for line in (found or "").splitlines()):
+        states[uuid] = {name: text if name == "driver" else number(text)
+                        for name, text in zip(GPU_STATE.values(), row)}
+    seen = [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]
+    return [states[uuid] for uuid in seen if uuid in states] or [*states.values()]
 
 
 def number(text: str) -> float | None:
