@@ -57,7 +57,8 @@ def gpu_states(device: torch.device) -> list[dict[str, object]]:
     """Driver, power limit, clocks and temperature of the GPUs that this process sees; [] where unknown."""
     if device.type != "cuda":
         return []
-    found = output_of("nvidia-smi", f"--query-gpu=uuid,{','.join(GPU_STATE)}", "--format=csv,noheader,nounits")
+    found = output_of("nvidia-smi", f"--query-gpu=uuid,{','.join(GPU_STATE)}",
+                      "--format=csv,noheader,nounits")
     states = {}
     for uuid, *row in (line.split(", ") for line in (found or "").splitlines()):
         states[uuid] = {name: text if name == "driver" else number(text)
