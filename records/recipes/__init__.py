@@ -1,1 +1,1 @@
-"""Presets that are not part of the program: each is a module that adds one and runs it."""
+"""What is not part of the program: a preset (`medium.py`), and ideas to try on whole runs (`ideas.py`)."""
