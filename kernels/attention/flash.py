@@ -14,8 +14,8 @@ and returns (n, heads, head_dim). `attention_reference` is the plain PyTorch for
 Forward / backward on one H200, 6 heads of 128, bf16 (torch 2.11, flash-attn-4 4.0.0b36):
     16,384 tokens, window  128:  flash4  82 / 143 µs   varlen  81 /   203 µs
     49,152 tokens, window 1408:  flash4 236 / 600 µs   varlen 457 / 1,065 µs
-Queries and keys that are narrower than values (qk_dim 64) have trained on one H200 (records/ideas.md), but
-have not been timed alone. FlashAttention: arXiv 2205.14135; version 4, github.com/Dao-AILab/flash-attention.
+All records have queries and keys that are narrower than values (qk_dim 64), which were not timed alone.
+FlashAttention: arXiv 2205.14135; version 4, github.com/Dao-AILab/flash-attention.
 """
 import os
 from collections.abc import Callable
