@@ -17,7 +17,6 @@ settings of train_gpt.py can be given. Instead of timing steps it can do these:
 import argparse
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict

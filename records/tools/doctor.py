@@ -28,15 +28,7 @@ from data.shards import open_regular
 from kernels.attention import choose_attention
 from kernels.ranks.collectives import Collectives, wait
 from kernels.ranks.world import RankError, World
-from records.run.machine import (
-    ROOT,
-    device_name,
-    gpu_states,
-    number,
-    output_of,
-    peak_flops,
-    version,
-)
+from records.run.machine import ROOT, device_name, gpu_states, number, output_of, peak_flops, version
 
 OLDEST_TORCH = (2, 11)
 # What is known to fail: package, version, the GPUs' major compute capability, and what to do.

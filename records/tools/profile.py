@@ -10,7 +10,6 @@ import argparse
 import gzip
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
