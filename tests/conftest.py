@@ -158,7 +158,7 @@ def command(*words: str, program: Callable = train_gpt.main, **variables: str) -
           mock.patch.dict(os.environ, environment(**variables), clear=True),
           mock.patch.object(torch.cuda, "is_available", return_value=False)):
         try:
-            status = program()
+            status = program() or 0
         except SystemExit as end:
             status = end.code or 0
         finally:
