@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.errors import tool_parser
 from records.tools import markdown
 
 FOLDER = Path(__file__).resolve().parent
@@ -127,8 +128,7 @@ def recovery(outcomes: Outcomes) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("tests.faults", __doc__)
     parser.add_argument("words", nargs="*", help="rows that hold all of these (default: all rows)")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="of their tests only some, as in pytest")
     parser.add_argument("-n", default="0", metavar="N", help="tests at once (default: one)")
