@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from conftest import ROOT, command
+from conftest import ROOT, command, succeeded
 from hub_server import COMMIT, HubServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -154,13 +154,12 @@ def assert_whole(hub: HubServer, folder: Path) -> None:
 
 def test_fineweb_fetches_once(hub, tmp_path):
     folder = tmp_path / "fineweb"
-    done = fineweb(hub, folder)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(fineweb(hub, folder))
     assert "the validation shard and 2 training shards, all checked" in done.stderr
     assert_whole(hub, folder)
     assert json.loads((folder / "manifest.json").read_text())["shards"][VAL]["commit"] == COMMIT
     hub.requests.clear()
-    assert fineweb(hub, folder).returncode == 0
+    succeeded(fineweb(hub, folder))
     assert hub.requests == []  # what is whole needs no network
     assert_whole(hub, folder)
 
@@ -168,8 +167,7 @@ def test_fineweb_fetches_once(hub, tmp_path):
 def test_fineweb_resumes_a_cut_connection(hub, tmp_path):
     hub.files[TRAIN1] = gpt2_shard(3, 13_000_000)  # the client keeps what it got in blocks of 10 MB
     hub.faults[TRAIN1] = ["cut"]
-    done = fineweb(hub, tmp_path / "fineweb")
-    assert done.returncode == 0, done.stderr
+    succeeded(fineweb(hub, tmp_path / "fineweb"))
     ranges = [r for method, name, r in hub.requests if method == "GET" and name == TRAIN1]
     assert len(ranges) == 2 and ranges[0] is None and int(re.match(r"bytes=(\d+)-",
                                                                    ranges[1])[1]) >= 10_000_000
@@ -178,8 +176,7 @@ def test_fineweb_resumes_a_cut_connection(hub, tmp_path):
 
 def test_fineweb_tries_again(hub, tmp_path):
     hub.faults[TRAIN2] = ["flip"]
-    done = fineweb(hub, tmp_path / "fineweb")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(fineweb(hub, tmp_path / "fineweb"))
     said = f"{TRAIN2}: .*not the one that the hub publishes.*; trying again \\(2 of 4\\)"
     assert re.search(said, done.stderr)
     assert hub.fetched() == [TRAIN1, TRAIN2, TRAIN2, VAL]
@@ -231,8 +228,7 @@ def test_fineweb_notices_a_change_since_it_was_checked(hub, tmp_path):
     content[3000] ^= 1
     (folder / TRAIN1).write_bytes(content)
     (folder / TRAIN2).write_bytes(b"half")
-    done = fineweb(hub, folder)
-    assert done.returncode == 0
+    done = succeeded(fineweb(hub, folder))
     assert f"{TRAIN1}: its SHA-256 is not the one in manifest.json" in done.stderr
     assert f"{TRAIN2}: not a token shard" in done.stderr
     assert_whole(hub, folder)
@@ -588,8 +584,7 @@ def test_peek(tmp_path, ranks):
     tokens[[0, 4000, 7000, 9999]] = 263
     write_shard(tmp_path / "train_000000.bin", tokens)
     write_shard(tmp_path / "val_000000.bin", load_vocabulary(ranks).encode("the café\x1b[31m".encode()))
-    done = run("data.peek", tmp_path, "--vocabulary", ranks, "--documents", 9)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(run("data.peek", tmp_path, "--vocabulary", ranks, "--documents", 9))
     assert re.search(r"train_000000.bin +4 +10,000 +2,500 +4,000\n", done.stdout)
     assert re.search(r"2,049–4,096 +3 +60.0% +99.9% █+\n", done.stdout)
     assert re.search(r"--preset cpu --vocab_size 264 takes about [\d,]+ tokens of training shards like these "

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, command, process
+from conftest import ROOT, TINY, command, process, succeeded
 from safetensors.torch import load_file
 
 import train_gpt
@@ -114,8 +114,8 @@ def test_saving_takes_no_more_than_a_run_says_before(tmp_path):
     A part of the table that a real run has looked at goes back to the system at once. The small parts here
     would stay in malloc's heap, up to 60 MB of them, if they were not made to be mapped as large ones are.
     """
-    result = process(sys.executable, "-c", SAVE, str(tmp_path / "model"), MALLOC_MMAP_THRESHOLD_="1000000")
-    assert result.returncode == 0, result.stderr
+    words = sys.executable, "-c", SAVE, str(tmp_path / "model")
+    result = succeeded(process(*words, MALLOC_MMAP_THRESHOLD_="1000000"))
     told = r"at most ([\d.]+) GB \(1,500,000 n-gram rows or fewer\), by way of ([\d.]+) GB of .* (\d+)"
     disk, memory, peak = map(float, re.search(told, result.stdout).groups())
     size = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
