@@ -606,12 +606,6 @@ def test_queries_and_keys_of_another_width_than_values(config, qk_dim, squares):
     assert losses[-1] < losses[0] - 1
 
 
-def test_queries_and_keys_must_fill_whole_matrices(config):
-    for qk_dim in (8, 24):
-        with pytest.raises(UserError, match=f"--qk_dim {qk_dim}: .* use a multiple of 16"):
-            train_gpt.check_config(replace(config, qk_dim=qk_dim), train_gpt.Ops._fields)
-
-
 def test_marks_of_layers_must_agree(config):
     first, *others = config.layers
     for mark, message in (("reads_kept", "row 1 .* no row above it is `kept`"),
