@@ -391,9 +391,10 @@ def test_a_record_on_the_corpus_says_which_seeds_chose(root, capsys):
 
 
 def test_the_second_run_is_another_process_and_seed(root):
-    runs = corpus_runs(root, "corpus", range(5, 10))
-    with pytest.raises(RecordError, match="needs a process and a seed of its own"):
-        create(runs[:-1], root, "corpus", WORDS, second=runs[-1])
+    *runs, last = corpus_runs(root, "corpus", range(5, 10))
+    for second in (last, *corpus_runs(root, "again", range(6, 7))):
+        with pytest.raises(RecordError, match="needs a process and a seed of its own"):
+            create(runs, root, "corpus", WORDS, second=second)
 
 
 @pytest.mark.parametrize("fault, problem", [
