@@ -5,14 +5,13 @@
 The 50,257 tokens of GPT-2 fall into 32,993 classes. A table of n-grams then has fewer n-grams to hold. The
 idea is from the public speedrun's record 92. The file also has the bytes of each token, for canonical.py.
 """
-import argparse
 import unicodedata
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from data.errors import one_line_errors
+from data.errors import one_line_errors, tool_parser
 from data.vocabulary import read_ranks
 
 GPT2, GPT2_SIZE = Path(__file__).parent / "gpt2.npz", 50257
@@ -52,8 +51,7 @@ def gpt2_tokens() -> list[bytes]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.classes", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("data.classes", __doc__)
     parser.add_argument("ranks", type=Path, metavar="FILE",
                         help="of ranks, as for python -m data.text --vocabulary")
     with one_line_errors(parser, "ranks") as options:

@@ -8,7 +8,6 @@ a file's head or one of its functions, classes or methods; its tokens are its by
 Documents stand in the order of their hashes: neighbours of one file in one batch would teach the model that
 file.
 """
-import argparse
 import hashlib
 import re
 import sys
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import one_line_errors
+from data.errors import one_line_errors, tool_parser
 from data.shards import ShardError, find_shards, incoming, publish, write_shard
 
 BOS = 256
@@ -75,8 +74,7 @@ def provide(folder: str, rank: int, barrier: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.embedded", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("data.embedded", __doc__)
     parser.add_argument("--out", type=Path, default=FOLDER)
     with one_line_errors(parser) as arguments:
         folder = build(arguments.out)

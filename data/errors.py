@@ -79,6 +79,12 @@ def system_error(error: OSError, place: Path | str | None = None) -> tuple[str, 
     return f"{f'{where}: ' if where else ''}{error.strerror or error}{advice}", 2
 
 
+def tool_parser(module: str, text: str) -> argparse.ArgumentParser:
+    """The parser of `python -m module`, whose help begins with this text as it stands."""
+    return argparse.ArgumentParser(prog=f"python -m {module}", description=text,
+                                   formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
     """The type of a command-line option that is a whole number; 100_000 and 100,000 are 100000."""
     def number(text: str) -> int:

@@ -15,7 +15,6 @@ publishes for it. Its own SHA-256 goes into manifest.json, and each later run co
 other means, with no manifest, passes on its format alone: a changed id that stays inside the vocabulary
 cannot be told then.
 """
-import argparse
 import os
 import re
 import shutil
@@ -29,7 +28,7 @@ from urllib.parse import urlsplit
 
 from tqdm import tqdm
 
-from data.errors import NO_SPACE, DataError, one_line_errors, printable, whole
+from data.errors import NO_SPACE, DataError, one_line_errors, printable, tool_parser, whole
 from data.shards import Manifest, ShardError, document_starts, incoming, open_shard, sha256_of
 
 DATASET = "kjj0/fineweb10B-gpt2"
@@ -238,8 +237,7 @@ def fetch(folder: Path, shards: int, jobs: int) -> Manifest:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.fineweb", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("data.fineweb", __doc__)
     parser.add_argument("--shards", type=whole(1, ALL_SHARDS), default=SPEEDRUN_SHARDS, metavar="N",
                         help=f"training shards of 100 M tokens (default: {SPEEDRUN_SHARDS}, what the "
                              "speedrun takes)")

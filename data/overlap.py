@@ -7,7 +7,6 @@ which marks the tokens that lie in a 13-gram. A run that finds it scores the two
 Hashes of 64 bits stand for n-grams, so that one in 10^12 may be taken for another. 190 M training tokens take
 about a minute and 2 GB.
 """
-import argparse
 import hashlib
 import sys
 import zipfile
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError, one_line_errors, positive, printable, whole
+from data.errors import DataError, one_line_errors, positive, printable, tool_parser, whole
 from data.shards import open_regular, open_shard, shards_in
 
 LENGTHS = (3, 5, 8, 13, 50)
@@ -121,8 +120,7 @@ def marked_tokens(folder: str, count: int) -> np.ndarray | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.overlap", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("data.overlap", __doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="of token shards")
     parser.add_argument("--tokens", type=positive, default=10_485_760, metavar="N",
                         help="of the validation text (default: %(default)s)")

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data.errors import DataError, one_line_errors, printable
+from data.errors import DataError, one_line_errors, printable, tool_parser
 from data.shards import Manifest, document_starts, find_shards, open_shard
 from data.vocabulary import BytePairs, Bytes, load_vocabulary
 
@@ -153,8 +153,7 @@ def choose_vocabulary(arguments: argparse.Namespace, bos: int) -> Bytes | BytePa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m data.peek", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("data.peek", __doc__)
     parser.add_argument("shards", nargs="+", type=Path, metavar="SHARD", help="shard, or folder of shards")
     parser.add_argument("--documents", type=int, default=3, metavar="N",
                         help="documents to show (default: 3)")

@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from data.errors import DataError, one_line_errors, positive, whole
+from data.errors import DataError, one_line_errors, positive, tool_parser, whole
 from data.readers import SEPARATORS, Documents
 from data.shards import MOST_TOKENS, Manifest, incoming, publish, write_shard
 from data.vocabulary import load_vocabulary
@@ -161,8 +161,7 @@ def check_split(writers: list[ShardWriter], share: float) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m data.text", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("data.text", __doc__)
     option = parser.add_argument
     option("inputs", nargs="+", metavar="INPUT")
     option("--out", type=Path, required=True, metavar="DIR",

@@ -62,6 +62,7 @@ def moments(rank: int, out: Path, settings: list[str]) -> None:
 
 
 def start(ranks: int, out: Path, *work) -> None:
+    """Run `work` on each of so many ranks, which meet at a store of this process, as under torchrun."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.multiprocessing.start_processes(rank_of, (ranks, store.port, out, *work), nprocs=ranks,
                                           start_method="fork")

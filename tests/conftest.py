@@ -140,6 +140,12 @@ def left_in_memory(before: set[str]) -> list[str]:
     return [file.name for file in files if os.fsencode(file) + b"\n" not in held and file.exists()]
 
 
+def succeeded(done: subprocess.CompletedProcess) -> subprocess.CompletedProcess:
+    """The same, after a look at its exit status."""
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    return done
+
+
 def process(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
     """The output, errors and exit status of a command in a process of its own."""
     return subprocess.run(words, cwd=cwd, env=environment(**variables), capture_output=True, text=True,
@@ -158,7 +164,7 @@ def command(*words: str, program: Callable = train_gpt.main, **variables: str) -
           mock.patch.dict(os.environ, environment(**variables), clear=True),
           mock.patch.object(torch.cuda, "is_available", return_value=False)):
         try:
-            status = program()
+            status = program() or 0
         except SystemExit as end:
             status = end.code or 0
         finally:

@@ -7,8 +7,8 @@
     python -m tests.faults --write --read FILE      with what `--out FILE` has kept elsewhere; try nothing
 
 A fault is survived on a machine if all its tests pass there. tests/faults.jsonl holds the outcome of each
-test on each kind of machine. `--write` adds to it what was found, and writes all that it holds. A second
-table has the times of recovery.
+test on each kind of machine that can try it. `--write` adds to it what was found, and writes all that it
+holds. A second table has the times of recovery.
 """
 import argparse
 import json
@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data.errors import tool_parser
 from records.tools import markdown
 
 FOLDER = Path(__file__).resolve().parent
@@ -67,6 +68,13 @@ def table() -> list[list[str]]:
 def read(path: Path) -> Outcomes:
     lines = map(json.loads, path.read_text("utf-8").splitlines())
     return {(line["machine"], line["test"]): line for line in lines}
+
+
+def needed(outcomes: Outcomes) -> Outcomes:
+    """In order, without the skips of tests that another machine has tried."""
+    tried = {test for (_, test), line in outcomes.items() if line["outcome"] != "skipped"}
+    return {key: line for key, line in sorted(outcomes.items())
+            if line["outcome"] != "skipped" or key[1] not in tried}
 
 
 def write(lines: list[dict], path: Path, mode: str = "w") -> None:
@@ -120,8 +128,7 @@ def recovery(outcomes: Outcomes) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("tests.faults", __doc__)
     parser.add_argument("words", nargs="*", help="rows that hold all of these (default: all rows)")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="of their tests only some, as in pytest")
     parser.add_argument("-n", default="0", metavar="N", help="tests at once (default: one)")
@@ -144,7 +151,7 @@ def main() -> int:
             beginnings = tuple(name for *_, tests in faults for name in tests.split())
             known = {key: line for key, line in known.items()
                      if not (key[0] == here and key[1].startswith(beginnings))}
-        faults, outcomes = every, dict(sorted((known | found).items()))
+        faults, outcomes = every, needed(known | found)
         write(list(outcomes.values()), KNOWN)
     else:
         outcomes = found

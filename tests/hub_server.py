@@ -23,9 +23,9 @@ class HubServer(ThreadingHTTPServer):
     """
     daemon_threads = True
 
-    def __init__(self, files: dict[str, bytes], delay: float = 0.0) -> None:
+    def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.files, self.delay = files, delay
+        self.files, self.delay = files, 0.0          # seconds before bytes are sent
         self.faults: dict[str, list] = {}
         self.head_faults: dict[str, list] = {}
         self.commit = COMMIT

@@ -5,18 +5,12 @@
 Each number of ranks runs twice: with collectives under computation, and with all of them before and behind
 it. The ranks are forks of this process, because importing torch in each would take longer than their steps.
 """
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import train_gpt  # noqa: E402
+from checkpoint_worker import start, train_gpt
 
 
 def whole(model: train_gpt.GPT) -> dict[str, torch.Tensor]:
@@ -40,27 +34,15 @@ def results(config: train_gpt.Config, world: train_gpt.World, steps: int) -> dic
     return {"losses": losses, "parameters": parameters, "validation": validation}
 
 
-def run(rank: int, ranks: int, port: int, out: Path, steps: int, settings: list[str]) -> None:
-    """One rank, with torchrun's variables."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    config, world = train_gpt.parse(settings)[0], train_gpt.World()
-    found = {}
+def run(rank: int, out: Path, steps: int, settings: list[str]) -> None:
+    config, world, found = train_gpt.parse(settings)[0], train_gpt.World(), {}
     for overlap in (True, False):
         found[overlap] = results(replace(config, overlap=overlap, check_ranks=1), world, steps)
-    torch.save(found, out / f"{ranks}-{rank}.pt")
+    torch.save(found, out / f"{world.size}-{rank}.pt")
     world.close()
 
 
-def main() -> None:
-    """Start the ranks of each number in turn; they meet at a store of this process, as under torchrun."""
+if __name__ == "__main__":
     out, steps, settings = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     for ranks in (1, 2, 4, 8):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        arguments = ranks, store.port, out, steps, settings
-        torch.multiprocessing.start_processes(run, arguments, nprocs=ranks, start_method="fork")
-
-
-if __name__ == "__main__":
-    main()
+        start(ranks, out, run, out, steps, settings)

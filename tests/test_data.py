@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from conftest import ROOT, command, succeeded
 from hub_server import COMMIT, HubServer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -37,7 +38,6 @@ from data.shards import (
 )
 from data.vocabulary import load_vocabulary, split_long_space
 
-ROOT = Path(__file__).parent.parent
 # It does not compress, and it is the same in every process: test runners that share the work compare names.
 NOISE = np.random.default_rng(0).bytes(1000)
 VAL, TRAIN1, TRAIN2 = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
@@ -65,14 +65,12 @@ def refused(done: subprocess.CompletedProcess, *words: str) -> None:
     assert last.startswith("python -m data.") and all(word in last for word in words), done.stderr
 
 
-def refused_here(monkeypatch, capsys, tool, *arguments) -> str:
+def refused_here(tool, *arguments) -> str:
     """The one line that `tool.main()` ends with, in this process and with status 2."""
-    monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, arguments)])
-    with pytest.raises(SystemExit) as end:
-        tool.main()
-    lines = capsys.readouterr().err.splitlines()
-    assert end.value.code == 2 and len(lines) == 1 and lines[0].startswith(f"python -m {tool.__name__}: ")
-    return lines[0]
+    done = command(*map(str, arguments), program=tool.main)
+    refused(done, f"python -m {tool.__name__}: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
 
 
 def shard_bytes(tokens: np.ndarray, magic: int = 20240520, version: int = 1) -> bytes:
@@ -156,13 +154,12 @@ def assert_whole(hub: HubServer, folder: Path) -> None:
 
 def test_fineweb_fetches_once(hub, tmp_path):
     folder = tmp_path / "fineweb"
-    done = fineweb(hub, folder)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(fineweb(hub, folder))
     assert "the validation shard and 2 training shards, all checked" in done.stderr
     assert_whole(hub, folder)
     assert json.loads((folder / "manifest.json").read_text())["shards"][VAL]["commit"] == COMMIT
     hub.requests.clear()
-    assert fineweb(hub, folder).returncode == 0
+    succeeded(fineweb(hub, folder))
     assert hub.requests == []  # what is whole needs no network
     assert_whole(hub, folder)
 
@@ -170,8 +167,7 @@ def test_fineweb_fetches_once(hub, tmp_path):
 def test_fineweb_resumes_a_cut_connection(hub, tmp_path):
     hub.files[TRAIN1] = gpt2_shard(3, 13_000_000)  # the client keeps what it got in blocks of 10 MB
     hub.faults[TRAIN1] = ["cut"]
-    done = fineweb(hub, tmp_path / "fineweb")
-    assert done.returncode == 0, done.stderr
+    succeeded(fineweb(hub, tmp_path / "fineweb"))
     ranges = [r for method, name, r in hub.requests if method == "GET" and name == TRAIN1]
     assert len(ranges) == 2 and ranges[0] is None and int(re.match(r"bytes=(\d+)-",
                                                                    ranges[1])[1]) >= 10_000_000
@@ -180,8 +176,7 @@ def test_fineweb_resumes_a_cut_connection(hub, tmp_path):
 
 def test_fineweb_tries_again(hub, tmp_path):
     hub.faults[TRAIN2] = ["flip"]
-    done = fineweb(hub, tmp_path / "fineweb")
-    assert done.returncode == 0, done.stderr
+    done = succeeded(fineweb(hub, tmp_path / "fineweb"))
     said = f"{TRAIN2}: .*not the one that the hub publishes.*; trying again \\(2 of 4\\)"
     assert re.search(said, done.stderr)
     assert hub.fetched() == [TRAIN1, TRAIN2, TRAIN2, VAL]
@@ -205,11 +200,9 @@ def test_fineweb_with_variables_that_are_wrong(tmp_path, variables, words):
     (text, "--shard-tokens", 99999999999999, "must be at least 1 and at most 2,147,483,647"),
     (overlap, "--document_start", 10 ** 30, "must be at least 0 and at most 65,535"),
 ])
-def test_numbers_beyond_all_measure_are_refused(monkeypatch, capsys, tool, option, value, words):
-    monkeypatch.setattr(sys, "argv", [tool.__name__, option, str(value)])
-    with pytest.raises(SystemExit) as end:
-        tool.main()
-    assert end.value.code == 2 and capsys.readouterr().err.endswith(f"argument {option}: {value}: {words}\n")
+def test_numbers_beyond_all_measure_are_refused(tool, option, value, words):
+    done = command(option, str(value), program=tool.main)
+    assert done.returncode == 2 and done.stderr.endswith(f"argument {option}: {value}: {words}\n")
 
 
 def test_fineweb_never_shows_a_shard_that_stays_bad(hub, tmp_path):
@@ -235,8 +228,7 @@ def test_fineweb_notices_a_change_since_it_was_checked(hub, tmp_path):
     content[3000] ^= 1
     (folder / TRAIN1).write_bytes(content)
     (folder / TRAIN2).write_bytes(b"half")
-    done = fineweb(hub, folder)
-    assert done.returncode == 0
+    done = succeeded(fineweb(hub, folder))
     assert f"{TRAIN1}: its SHA-256 is not the one in manifest.json" in done.stderr
     assert f"{TRAIN2}: not a token shard" in done.stderr
     assert_whole(hub, folder)
@@ -308,13 +300,11 @@ def test_fineweb_ended_and_run_again(hub, tmp_path, how, status):
     assert_whole(hub, folder)
 
 
-def test_fineweb_bad_arguments(tmp_path, monkeypatch, capsys):
+def test_fineweb_bad_arguments(tmp_path):
     for damaged in "{", "[]", '{"shards": [1]}', '{"shards": {"a": {}}}':
         (tmp_path / "manifest.json").write_text(damaged)
-        message = refused_here(monkeypatch, capsys, fineweb_tool, "--out", tmp_path)
-        assert "manifest.json is damaged; remove it" in message
-    assert "File exists" in refused_here(monkeypatch, capsys, fineweb_tool, "--out",
-                                         tmp_path / "manifest.json")
+        assert "manifest.json is damaged; remove it" in refused_here(fineweb_tool, "--out", tmp_path)
+    assert "File exists" in refused_here(fineweb_tool, "--out", tmp_path / "manifest.json")
     assert "must be at least 1" in run("data.fineweb", "--shards", 0).stderr
 
 
@@ -486,13 +476,13 @@ def test_memory_is_bounded(tmp_path):
     ("a.parquet", b"no parquet", [], ["a.parquet: not a whole parquet file"]),
     ("a.jsonl", b"{}", ["--vocabulary", "missing.tiktoken"], ["missing.tiktoken: No such file"]),
 ])
-def test_bad_input_is_refused(tmp_path, monkeypatch, capsys, ranks, name, content, arguments, words):
+def test_bad_input_is_refused(tmp_path, ranks, name, content, arguments, words):
     path = tmp_path / name
     if content is not None:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
     place = path.parent if "/" in name else path
-    message = refused_here(monkeypatch, capsys, text, place, "--out", tmp_path / "out", "--workers", 1,
+    message = refused_here(text, place, "--out", tmp_path / "out", "--workers", 1,
                            *([] if "--vocabulary" in arguments else ["--vocabulary", ranks]), *arguments)
     assert all(word in message for word in words), message
     assert not list((tmp_path / "out").glob("*.bin")) and not list((tmp_path / "out").glob(".incoming*"))
@@ -506,21 +496,21 @@ def test_bad_input_is_refused(tmp_path, monkeypatch, capsys, ranks, name, conten
     ("\n".join(f"{base64.b64encode(i.to_bytes(3, 'big')).decode()} {i}" for i in range(65536)),
      "65,536 tokens and a start token do not fit the 16 bits of a shard's ids (0 to 65,535)"),
 ])
-def test_bad_vocabulary_is_refused(tmp_path, monkeypatch, capsys, lines, words):
+def test_bad_vocabulary_is_refused(tmp_path, lines, words):
     (tmp_path / "bad.tiktoken").write_text(lines)
     (tmp_path / "a.txt").write_text("text")
-    assert words in refused_here(monkeypatch, capsys, text, tmp_path / "a.txt", "--out", tmp_path / "out",
-                                 "--vocabulary", tmp_path / "bad.tiktoken")
+    assert words in refused_here(text, tmp_path / "a.txt", "--out", tmp_path / "out", "--vocabulary",
+                                 tmp_path / "bad.tiktoken")
 
 
-def test_gpt2_vocabulary_without_network(tmp_path, monkeypatch, capsys):
+def test_gpt2_vocabulary_without_network(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("text")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(vocabulary, "FETCH_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes the connection, never answers
         for port, reason in (9, "ConnectionError|ProxyError"), (silent.getsockname()[1], "TimeoutError"):
             monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{port}")
-            message = refused_here(monkeypatch, capsys, text, tmp_path / "a.txt", "--out", tmp_path / "out")
+            message = refused_here(text, tmp_path / "a.txt", "--out", tmp_path / "out")
             assert re.search(f"could not fetch GPT-2's vocabulary \\(({reason})\\)", message), message
             assert "`TIKTOKEN_CACHE_DIR=gpt2 python -c " in message and "--vocabulary FILE" in message
     assert not (tmp_path / "out").exists()
@@ -532,10 +522,9 @@ def test_replace_invalid(tmp_path):
     assert read(tmp_path, utf8="replace") == ["a\ufffd\ufffd\ufffdb", "caf\ufffd"]
 
 
-def test_text_never_mixes_with_other_shards(tmp_path, monkeypatch, capsys):
+def test_text_never_mixes_with_other_shards(tmp_path):
     write_shard(tmp_path / "train_000000.bin", np.array([256]))
-    message = refused_here(monkeypatch, capsys, text, write_input(tmp_path, "a.txt"), "--bytes", "--out",
-                           tmp_path)
+    message = refused_here(text, write_input(tmp_path, "a.txt"), "--bytes", "--out", tmp_path)
     assert "already holds shards" in message and f"rm {tmp_path}/*.bin" in message
     # That advice works, whatever a manifest says of the shards that are gone.
     Manifest(tmp_path).record(**{"train_000007.bin": {"tokens": 1, "sha256": ""}})
@@ -544,14 +533,14 @@ def test_text_never_mixes_with_other_shards(tmp_path, monkeypatch, capsys):
     assert shards_in(str(tmp_path), "train") == [tmp_path / "train_000000.bin"]
 
 
-def test_text_removes_nobodys_manifest(tmp_path, monkeypatch, capsys):
+def test_text_removes_nobodys_manifest(tmp_path):
     """Neither that of another program, nor one of shards where it then writes none."""
     manifest, empty = tmp_path / "manifest.json", tmp_path / "empty.txt"
     empty.touch()
     Manifest(tmp_path).record(**{"train_000007.bin": {"tokens": 1, "sha256": ""}})
     for before, said in ((manifest.read_bytes(), "holds no text"), (b'{"name": "my app"}', "is damaged;")):
         manifest.write_bytes(before)
-        assert said in refused_here(monkeypatch, capsys, text, empty, "--bytes", "--out", tmp_path)
+        assert said in refused_here(text, empty, "--bytes", "--out", tmp_path)
         assert manifest.read_bytes() == before
 
 
@@ -595,8 +584,7 @@ def test_peek(tmp_path, ranks):
     tokens[[0, 4000, 7000, 9999]] = 263
     write_shard(tmp_path / "train_000000.bin", tokens)
     write_shard(tmp_path / "val_000000.bin", load_vocabulary(ranks).encode("the café\x1b[31m".encode()))
-    done = run("data.peek", tmp_path, "--vocabulary", ranks, "--documents", 9)
-    assert done.returncode == 0, done.stderr
+    done = succeeded(run("data.peek", tmp_path, "--vocabulary", ranks, "--documents", 9))
     assert re.search(r"train_000000.bin +4 +10,000 +2,500 +4,000\n", done.stdout)
     assert re.search(r"2,049–4,096 +3 +60.0% +99.9% █+\n", done.stdout)
     assert re.search(r"--preset cpu --vocab_size 264 takes about [\d,]+ tokens of training shards like these "
@@ -615,12 +603,11 @@ def test_peek_shows_ids_when_there_is_no_vocabulary(tmp_path):
     assert "\n-m records.recipes.medium takes about" in done.stdout and "--preset medium" not in done.stdout
 
 
-def test_peek_a_million_documents(tmp_path, capsys, monkeypatch):
+def test_peek_a_million_documents(tmp_path):
     tokens = np.tile(np.arange(256, 236, -1, dtype=np.uint16), 1_000_000)
     write_shard(tmp_path / "train_000000.bin", tokens)
-    monkeypatch.setattr(sys, "argv", ["peek", str(tmp_path), "--documents", "1"])
-    peek.main()
-    assert re.search(r"1,000,000 +20,000,000 +20 +20\n", capsys.readouterr().out)
+    done = command(str(tmp_path), "--documents", "1", program=peek.main)
+    assert re.search(r"1,000,000 +20,000,000 +20 +20\n", done.stdout)
 
 
 @pytest.mark.parametrize("preset", ["speedrun", "single"])
@@ -637,10 +624,10 @@ def test_the_default_number_of_shards_follows_from_the_schedule(preset):
     ({"a": [300, 1]}, ["--bytes"], "the vocabulary bytes ends with id 256, the shards with 300"),
     ({"a": []}, [], "a.bin: holds no tokens; remove it"),
 ])
-def test_peek_refuses(tmp_path, monkeypatch, capsys, shards, arguments, words):
+def test_peek_refuses(tmp_path, shards, arguments, words):
     for name, tokens in shards.items():
         write_shard(tmp_path / f"{name}.bin", np.array(tokens, dtype=np.uint16))
-    assert words in refused_here(monkeypatch, capsys, peek, tmp_path, *arguments)
+    assert words in refused_here(peek, tmp_path, *arguments)
 
 
 @pytest.mark.parametrize("tool", ["fineweb", "text", "peek"])

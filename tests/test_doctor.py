@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, process
+from conftest import ROOT, process, succeeded
 
 import train_gpt
 from records.run import machine
@@ -40,8 +40,7 @@ def quick(monkeypatch):
 def test_two_ranks_look_at_a_machine(shards):
     """The whole program; a CPU has what each rank multiplies and what they exchange."""
     words = "-m torch.distributed.run --standalone --nproc_per_node=2 -m records.tools.doctor"
-    result = process(sys.executable, *words.split(), DATA_PATH=str(shards))
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = succeeded(process(sys.executable, *words.split(), DATA_PATH=str(shards)))
     first, *lines, last = result.stdout.splitlines()
     assert first.startswith("2 x ") and last == "in order" or last.endswith("slow, 0 broken")
     assert {line.split()[0] for line in lines} <= {"ok", "slow"}

@@ -138,12 +138,12 @@ def test_shards_that_are_not_those_of_the_manifest_are_refused(recorded, damage,
     (lambda folder: flip(folder / "val_000000.bin"), ["val_000000.bin"]),
     (swap, ["train_000000.bin", "train_000001.bin"]),
 ])
-def test_shards_that_changed_are_named_by_peek_and_by_the_log(recorded, damage, names, monkeypatch, capsys):
+def test_shards_that_changed_are_named_by_peek_and_by_the_log(recorded, damage, names, capsys):
     damage(recorded)
     overlap.fingerprint.cache_clear()
     facts = ending_facts(train_gpt.torch.device("cpu"), str(recorded))
     assert facts["changed_shards"] == names and "changed since manifest.json" in capsys.readouterr().err
-    message = refused_here(monkeypatch, capsys, peek, recorded)
+    message = refused_here(peek, recorded)
     assert all(name in message for name in names) and "changed since manifest.json" in message
 
 

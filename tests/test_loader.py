@@ -13,7 +13,7 @@ from conftest import write_documents
 import train_gpt
 from data import packing
 from data.loader import Bounds, Loader, Room, StepShape, TextSettings
-from data.packing import cut_documents, pack, round_up, sample_candidates, sample_parts
+from data.packing import cut_documents, pack, sample_candidates, sample_parts
 from data.peek import KEEP_TAILS, SCHEDULES
 from data.scoring import scored_text
 from data.shards import ShardError, find_shards, open_shard, write_shard
@@ -385,10 +385,6 @@ def test_cut_documents():
     assert [x.tolist() for x in cut_documents(starts, 47, 8, False)] == [[2, 10, 11, 40], [10, 11, 19, 47]]
     assert [x.tolist() for x in cut_documents(starts, 47, 8, True)] == [[2, 10, 11, 19, 27, 35, 40],
                                                                         [10, 11, 19, 27, 35, 40, 47]]
-
-
-def test_round_up():
-    assert [round_up(n, 64) for n in (0, 1, 64, 65)] == [0, 64, 64, 128]
 
 
 def test_pack_refuses_more_sequences_than_its_bound():

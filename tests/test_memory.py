@@ -166,13 +166,6 @@ def test_one_byte_less_than_needed_is_refused(fit_into, fitting):
         fit_into(int(4e9))
 
 
-def test_given_settings_stay(fit_into, fitting):
-    choice, _ = fit_into(int(46e9), "micro_batches", "val_chunk")
-    kept = fitting.config
-    assert (choice.micro_batches, choice.val_chunk) == (kept.micro_batches, kept.val_chunk)
-    assert choice.ngram_rows < fitting.config.ngram_rows
-
-
 def test_what_is_chosen_needs_as_much_when_it_is_given(fitting):
     """So that one byte less is refused, and not what a run has just chosen: 20 MiB were between the two."""
     room = int(24e9)

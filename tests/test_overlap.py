@@ -1,12 +1,11 @@
 """What the training text holds of the validation text, and texts that are scored beside it."""
 import os
-import sys
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from conftest import command
 
 from data import overlap, scoring
 from data.loader import TextSettings
@@ -47,16 +46,13 @@ def test_ngrams_are_found_as_by_a_plain_search(texts, n, monkeypatch):
     assert (overlap.lies_in(found, n, 800) == inside).all()
 
 
-def test_the_start_of_a_document_is_found_or_named(texts, monkeypatch, capsys):
+def test_the_start_of_a_document_is_found_or_named(texts):
     """A wrong one would give other figures, since n-grams would span documents."""
     folder, _ = texts
 
     def said(*words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["overlap", str(folder), *words])
-        with suppress(SystemExit):
-            overlap.main()
-        out, errors = capsys.readouterr()
-        return out or errors
+        result = command(str(folder), *words, program=overlap.main)
+        return result.stdout or result.stderr
 
     assert said() == said("--document_start", "256") != said("--document_start", "7") and "13 " in said()
     assert "--document_start 50256: no shard holds it; leave it out for the largest id, 256\n" in said(
@@ -66,15 +62,13 @@ def test_the_start_of_a_document_is_found_or_named(texts, monkeypatch, capsys):
     assert said("--document_start", "256").startswith("  n ")
 
 
-def test_the_two_parts_of_the_validation_text_add_up(texts, config, monkeypatch, capsys):
+def test_the_two_parts_of_the_validation_text_add_up(texts, config, monkeypatch):
     folder, _ = texts
     settings = replace(TextSettings.of(config), folder=str(folder))
     size = (700, 256, 64)
     assert list(other_texts(settings, (), *size, 1)) == []                   # not marked yet
-    monkeypatch.setattr(sys, "argv", ["overlap", str(folder), "--document_start", "256", "--tokens", "700"])
-    overlap.main()
-    rows = capsys.readouterr().out.splitlines()
-    assert [row.split()[0] for row in rows[1:]] == ["3", "5", "8", "13", "50"]
+    done = command(str(folder), "--document_start", "256", "--tokens", "700", program=overlap.main)
+    assert [row.split()[0] for row in done.stdout.splitlines()[1:]] == ["3", "5", "8", "13", "50"]
     whole, parts = scored_text("val", settings, *size), list(other_texts(settings, (), *size, 1))
     assert [text.name for text in parts] == ["val repeated", "val new"]
     assert sum(text.tokens for text in parts) == whole.tokens == 700 and 40 < parts[0].tokens < 400

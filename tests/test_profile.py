@@ -36,5 +36,5 @@ def test_communication_is_hidden_while_others_run_and_gaps_are_idle():
 def test_table_has_a_row_a_family_and_ends_with_the_wall():
     lines = table({"a": {"matmul": 1.0, "idle": 0.5, "wall": 1.5},
                    "b": {"loss": 2.0, "idle": 0.0, "wall": 2.0}}).splitlines()
-    assert lines[0] == "| ms | a | b |" and lines[2] == "| matmul | 1.00 | 0.00 |"
-    assert lines[-1] == "| wall | 1.50 | 2.00 |"
+    assert lines[0] == "| ms     |    a |    b |" and lines[2] == "| matmul | 1.00 | 0.00 |"
+    assert lines[-1] == "| wall   | 1.50 | 2.00 |"

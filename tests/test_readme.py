@@ -10,7 +10,7 @@ from pathlib import Path
 
 import faults
 import pytest
-from conftest import ROOT, TINY, command, process
+from conftest import ROOT, TINY, command, process, succeeded
 
 import train_gpt
 from kernels.bench import __main__ as bench
@@ -81,7 +81,7 @@ def place(tmp_path_factory):
     (runs / "books" / "tales.jsonl").write_text("\n".join(tales))
     flags = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768"]
     for name in ("short", "other"):
-        assert command(*flags, "--name", name, RUNS_PATH=str(runs)).returncode == 0
+        succeeded(command(*flags, "--name", name, RUNS_PATH=str(runs)))
     return runs
 
 
@@ -130,12 +130,11 @@ def test_a_command(line, place, tmp_path):
     variables["RUNS_PATH"] = str(place if "records" in words else tmp_path / "runs")
     words = asked_of_torchrun(words, tmp_path) if words[0] == "./run.sh" else words[1:]
     if words[0] == "train_gpt.py":
-        result = command(*words[1:], *SHORT, **variables)
+        succeeded(command(*words[1:], *SHORT, **variables))
     elif words[1] == "records.tools.profile":
-        result = command(*words[2:], *SHORT, program=profile.main, **variables)
+        succeeded(command(*words[2:], *SHORT, program=profile.main, **variables))
     else:
-        result = process(sys.executable, *words, **variables)
-    assert result.returncode == 0, result.stderr
+        succeeded(process(sys.executable, *words, **variables))
 
 
 def test_the_table_of_faults_is_that_of_the_outcomes():

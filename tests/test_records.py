@@ -22,7 +22,7 @@ from records.tools.compare import compare, compare_text
 from records.tools.logs import find_logs, read_logs
 from records.tools.record import NEWER_FIELDS, RECORDS, create, folders, load, load_all
 from records.tools.rules import CORPUS_RUN
-from records.tools.schema import RecordError
+from records.tools.schema import RecordError, Run
 from tests.synthetic import SOURCES, command, commit_sources, foreign_log, git, write_run
 
 WORDS = {"title": "The first <recipe>", "contributors": ["A. Author"], "parent": None}
@@ -54,12 +54,17 @@ CHANGED = {**SOURCES, "train_gpt.py": SOURCES["train_gpt.py"] + b"# faster\n"}
 def add_second(root: Path, **header) -> Path:
     """A faster record with other settings and sources, whose parent is the first."""
     header = {"commit": commit_sources(root.parent, CHANGED), **header}
-    for seed in range(3):
-        write_run(root / "runs", "second", seed, settings={"lr": 0.026}, pace_ms=24.0, sources=CHANGED,
-                  header=header, day=datetime(2026, 11, 30, 10))
-    words = {"title": "Faster", "contributors": [], "parent": "2026-11-21_first"}
-    return create(read_logs([root / "runs" / "*-second"]), root, "second", words, changed="The rate.",
-                  why="It is higher.")
+    return add_record(root, "second", 3, {"title": "Faster", "parent": "2026-11-21_first"},
+                      settings={"lr": 0.026}, pace_ms=24.0, sources=CHANGED, header=header,
+                      day=datetime(2026, 11, 30, 10))
+
+
+def add_record(root: Path, name: str, count: int, words: dict, **particulars) -> Path:
+    """A record of so many runs, by default of the newest commit."""
+    header = {"commit": git(root.parent, "rev-parse", "HEAD")} | particulars.pop("header", {})
+    for seed in range(count):
+        write_run(root / "runs", name, seed, header=header, **particulars)
+    return create(read_logs([root / "runs" / f"*-{name}"]), root, name, WORDS | words, "x", "y")
 
 
 # The command line
@@ -196,9 +201,7 @@ def test_a_score_that_is_no_number_ends_the_check_of_its_own_record_alone(root, 
 
 
 def test_one_run_says_so(root, capsys):
-    write_run(root / "runs", "single", header={"commit": git(root.parent, "rev-parse", "HEAD")})
-    words = {"title": "One run", "contributors": [], "parent": None}
-    folder = create(read_logs([root / "runs" / "*-single"]), root, "single", words, changed="x", why="y")
+    folder = add_record(root, "single", 1, {"contributors": []})
     problems, notes = check(folder)
     assert problems == [] and "n = 1: one run shows no spread" in notes[0]
     assert "n = 1" in (folder / "README.md").read_text()
@@ -206,21 +209,12 @@ def test_one_run_says_so(root, capsys):
 
 
 def test_a_record_misses_no_target(root):
-    commit = git(root.parent, "rev-parse", "HEAD")
-    write_run(root / "runs", "missed", header={"commit": commit}, level=3.3)
-    words = {"title": "Missed", "contributors": [], "parent": None}
-    folder = create(read_logs([root / "runs" / "*-missed"]), root, "missed", words, changed="x", why="y")
-    [problem] = check(folder)[0]
+    [problem] = check(add_record(root, "missed", 1, {}, level=3.3))[0]
     assert re.fullmatch(r"mean loss 3\.\d{4} is above the target 3\.28", problem)
 
 
-def test_notes_of_a_slower_record(root, first):
-    header = {"commit": load(first).data["commit"]}
-    for seed in range(2):
-        write_run(root / "runs", "slower", seed, pace_ms=40.0, header=header)
-    words = {"title": "Slower", "contributors": [], "parent": "2026-11-21_first"}
-    slower = create(read_logs([root / "runs" / "*-slower"]), root, "slower", words, changed="x", why="y")
-    problems, notes = check(slower)
+def test_notes_of_a_slower_record(root):
+    problems, notes = check(add_record(root, "slower", 2, {"parent": "2026-11-21_first"}, pace_ms=40.0))
     assert problems == [] and "not faster than its parent" in notes[-1]
 
 
@@ -299,8 +293,15 @@ def corpus_runs(root: Path, name: str, seeds: range, clean: float = 3.568,
     return read_logs([root / "runs" / f"*-{name}"])
 
 
+def with_second(root: Path, count: int = 5, **particulars) -> tuple[list, Run]:
+    """Runs on the corpus, and a second full run of the same particulars."""
+    runs, [second] = (corpus_runs(root, name, seeds, **particulars) for name, seeds in
+                      (("corpus", range(5, 5 + count)), ("again", range(20, 21))))
+    return runs, second
+
+
 def test_a_record_on_the_corpus_holds_three_texts_and_a_second_run(root):
-    runs, second = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))[0]
+    runs, second = with_second(root)
     folder = create(runs, root, "corpus", WORDS | {"chosen_with": [0]}, "x", "y", second)
     table = (folder / "README.md").read_text()
     assert re.search(r"\| seed +\| loss \(nats/token\) \| +clean \| fineweb \| time", table)
@@ -336,7 +337,7 @@ def test_a_record_on_the_corpus_is_refused(root, particulars, second, problem):
 
 
 def test_a_second_run_of_a_changed_program_is_refused(root):
-    runs, second = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))[0]
+    runs, second = with_second(root)
     second.header["dirty"] = True
     with pytest.raises(RecordError, match="its runs had changes that are not in their commit"):
         create(runs, root, "corpus", WORDS | {"chosen_with": []}, second=second)
@@ -355,39 +356,32 @@ OTHER_TEXT = {"tokens": 1000, "sha256": "x"}
 ])
 def test_a_record_on_the_corpus_is_held_against_its_texts(root, facts, where):
     """Every run is, the second full run too."""
-    runs, second = (corpus_runs(root, name, seeds, facts=CORPUS_RUN | facts)
-                    for name, seeds in (("corpus", range(5, 10)), ("again", range(20, 21))))
+    runs, second = with_second(root, facts=CORPUS_RUN | facts)
     with pytest.raises(RecordError) as refusal:
-        create(runs, root, "corpus", WORDS, second=second[0])
+        create(runs, root, "corpus", WORDS, second=second)
     rules = [text for text in str(refusal.value).split("; ") if "the rules of the corpus" in text]
     assert len(rules) == 6 and all(where in text for text in rules)
 
 
 def test_the_corpus_is_known_by_its_text_whatever_the_preset(root):
-    runs, second = (corpus_runs(root, name, seeds, clean=3.58, preset="mine")
-                    for name, seeds in (("corpus", range(5, 10)), ("again", range(20, 21))))
+    runs, second = with_second(root, clean=3.58, preset="mine")
     with pytest.raises(RecordError, match="mean loss on clean is 3.5800, above"):
-        create(runs, root, "corpus", WORDS, second=second[0])
+        create(runs, root, "corpus", WORDS, second=second)
 
 
-@pytest.mark.parametrize("left, problem", [
-    (slice(1, None), r"its process made 6 runs, and here are those of seeds \[6, 7, 8, 9, 10\]"),
-    (slice(0, 6, 5), r"and here are those of seeds \[5, 10\]"),
+@pytest.mark.parametrize("count, left, problem", [
+    (6, slice(1, None), r"its process made 6 runs, and here are those of seeds \[6, 7, 8, 9, 10\]"),
+    (6, slice(0, 6, 5), r"and here are those of seeds \[5, 10\]"),
+    (4, slice(None), "4 runs; a record on the corpus has at least 5"),
 ])
-def test_no_run_of_a_process_is_left_out(root, left, problem):
-    runs, second = corpus_runs(root, "corpus", range(5, 11)), corpus_runs(root, "again", range(20, 21))[0]
+def test_runs_on_the_corpus_are_all_of_a_process_and_at_least_five(root, count, left, problem):
+    runs, second = with_second(root, count)
     with pytest.raises(RecordError, match=problem):
         create(runs[left], root, "corpus", WORDS, second=second)
 
 
-def test_a_record_on_the_corpus_has_five_runs(root):
-    runs, second = corpus_runs(root, "corpus", range(5, 9)), corpus_runs(root, "again", range(20, 21))[0]
-    with pytest.raises(RecordError, match="4 runs; a record on the corpus has at least 5"):
-        create(runs, root, "corpus", WORDS, second=second)
-
-
 def test_a_record_on_the_corpus_says_which_seeds_chose(root, capsys):
-    corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))
+    with_second(root)
     [second] = find_logs(root / "runs" / "*-again")
     words = ["--records", root, "new", root / "runs" / "*-corpus", "--name", "a", "--title", "A", "--second",
              second]
@@ -397,9 +391,10 @@ def test_a_record_on_the_corpus_says_which_seeds_chose(root, capsys):
 
 
 def test_the_second_run_is_another_process_and_seed(root):
-    runs = corpus_runs(root, "corpus", range(5, 10))
-    with pytest.raises(RecordError, match="needs a process and a seed of its own"):
-        create(runs[:-1], root, "corpus", WORDS, second=runs[-1])
+    *runs, last = corpus_runs(root, "corpus", range(5, 10))
+    for second in (last, *corpus_runs(root, "again", range(6, 7))):
+        with pytest.raises(RecordError, match="needs a process and a seed of its own"):
+            create(runs, root, "corpus", WORDS, second=second)
 
 
 @pytest.mark.parametrize("fault, problem", [
@@ -408,7 +403,7 @@ def test_the_second_run_is_another_process_and_seed(root):
      "began before"),
 ])
 def test_a_clock_that_other_stamps_contradict(root, fault, problem):
-    runs, second = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))[0]
+    runs, second = with_second(root)
     folder = create(runs, root, "corpus", WORDS | {"chosen_with": []}, "x", "y", second)
     log = find_logs(folder / "runs")[3]
     *lines, summary = [json.loads(line) for line in gzip.decompress(log.read_bytes()).splitlines()]
@@ -495,7 +490,7 @@ def test_records_of_one_name_are_checked_both(root, first, tmp_path, capsys):
 
 def test_hosts_and_numbers_of_processes_may_repeat(root):
     """Then a key tells the processes apart; older logs have none."""
-    runs, [second] = corpus_runs(root, "corpus", range(5, 10)), corpus_runs(root, "again", range(20, 21))
+    runs, second = with_second(root)
     for run in (*runs, second):
         run.header["process"] = 7
     with pytest.raises(RecordError, match="needs a process and a seed of its own"):
@@ -691,6 +686,7 @@ def test_report(root):
     assert set(re.findall(r'url\(#([^)]+)\)', html)) <= set(identifiers)
     readme = (root / "README.md").read_text()
     assert readme.endswith("The end.\n") and "[Faster](2026-11-30_second)" in readme
+    assert markdown.between(readme, report.MARKER) == report.readme_table(load_all(root))
     assert report.write(root)[0].read_text() == html and (root / "README.md").read_text() == readme
 
 
@@ -700,22 +696,9 @@ def test_report_without_records_or_markers(tmp_path):
     assert "No records yet" in page.read_text() and "not refreshed" in notes[0]
 
 
-def stale(root: Path) -> bool:
-    """Whether the README of `root` shows another table than its records give."""
-    return markdown.between((root / "README.md").read_text(),
-                            report.MARKER) != report.readme_table(load_all(root))
-
-
-def test_a_stale_readme_is_noticed(root):
-    assert stale(root)
-    assert command("--records", root, "report") == 0
-    assert not stale(root)
-    add_second(root)
-    assert stale(root)
-
-
 def test_the_readme_of_this_repository_is_not_stale():
-    assert not stale(RECORDS), "run `python -m records report`"
+    shown = markdown.between((RECORDS / "README.md").read_text(), report.MARKER)
+    assert shown == report.readme_table(load_all(RECORDS)), "run `python -m records report`"
 
 
 # Watching
@@ -733,13 +716,10 @@ def test_watch(root, capsys):
     assert "ahead" in printed
 
 
-def test_watch_ends_with_the_run(root, capsys):
-    watch.watch(find_logs(root / "runs")[0], root, None, every_s=60)
-    assert "finished" in capsys.readouterr().out
-
-
-def test_watch_before_the_first_step(root):
+def test_watch_ends_with_the_run_and_begins_before_its_first_step(root, capsys):
     log = find_logs(root / "runs")[0]
+    watch.watch(log, root, None, every_s=60)
+    assert "finished" in capsys.readouterr().out
     log.write_text(log.read_text().splitlines()[0] + "\n")
     assert "no step yet" in watch.picture(read_logs([log])[0], None)
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, command, environment, process, write_documents
+from conftest import ROOT, TINY, command, environment, process, succeeded, write_documents
 from safetensors.torch import load, load_file
 from torch.distributed.run import get_args_parser
 
@@ -51,12 +51,11 @@ def first(shards, tmp_path_factory) -> tuple[subprocess.CompletedProcess, Path]:
     folder = tmp_path_factory.mktemp("first")
     words = [sys.executable, "train_gpt.py", *SHORT, "--name", "short", "--seed", "1", "--save",
              str(folder / "model")]
-    return process(*words, DATA_PATH=str(shards), RUNS_PATH=str(folder)), folder
+    return succeeded(process(*words, DATA_PATH=str(shards), RUNS_PATH=str(folder))), folder
 
 
 def test_a_run_writes_its_log(first):
     result, folder = first
-    assert result.returncode == 0, result.stderr
     said = r"validation loss \d\.\d{4} nats a token = \d\.\d{3} bits per byte after 8 steps"
     assert re.search(said, result.stdout)
     assert "attention: plain" in result.stdout and "FP8: no part; the rest: torch.float32" in result.stdout
@@ -228,8 +227,7 @@ def test_a_run_outlives_its_folder_and_names_that_are_no_text(tmp_path, shards, 
     monkeypatch.setattr(train_gpt.Trainer, "warm_up", remove)
     monkeypatch.chdir(begun_in)
     words = [*SHORTER, "--name", "a\udcff\x1b[31m", "--save", "model\udcff\x1b[2J"]
-    result = command(*words, DATA_PATH=str(data), RUNS_PATH=str(runs))
-    assert result.returncode == 0, result.stderr
+    result = succeeded(command(*words, DATA_PATH=str(data), RUNS_PATH=str(runs)))
     assert read_log(runs)[-1]["kind"] == "summary"
     saved = begun_in / "model\udcff\x1b[2J"
     assert load((saved / "model.safetensors").read_bytes())
@@ -351,8 +349,7 @@ def test_the_preset_for_a_laptop(tmp_path):
     """
     words = ("--steps 80 --extra_steps 4 --batch_tokens 512,768,1024 --ngram_rows 32768 --val_every 0 "
              "--val_tokens 16384")
-    result = process("./run.sh", *words.split(), RUNS_PATH=str(tmp_path))
-    assert result.returncode == 0, result.stderr
+    result = succeeded(process("./run.sh", *words.split(), RUNS_PATH=str(tmp_path)))
     header, *events = read_log(tmp_path)
     assert header["world_size"] == 2 and header["preset"] == "cpu"
     assert 5.2 < events[0]["loss"] < 5.9
@@ -427,8 +424,8 @@ def test_a_preset_from_outside_the_program_trains(tmp_path, shards, monkeypatch)
     monkeypatch.setattr(train_gpt, "PRESETS", {**train_gpt.PRESETS})
     words = ("--vocab_size 257 --batch_tokens 256,512,768 --micro_batches 2 --steps 3 --extra_steps 1 "
              "--val_every 0 --softmax_samples 16 --ngrams 2,3 --ngram_block 16").split()
-    result = command(*TINY, *words, program=medium.main, DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
-    assert result.returncode == 0, result.stderr
+    variables = {"DATA_PATH": str(shards), "RUNS_PATH": str(tmp_path)}
+    result = succeeded(command(*TINY, *words, program=medium.main, **variables))
     header, *events = read_log(tmp_path)
     assert header["preset"] == "medium" and len(header["config"]["layers"]) == 16
     assert header["candidates"] == [256, 256, 256]

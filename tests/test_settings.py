@@ -211,10 +211,6 @@ def test_kinds(kind, right, wrong, said):
         assert error.value.args == (said, value) or value != value
 
 
-def test_a_whole_number_becomes_a_float():
-    assert [type(x) for x in fit((1, 0.5), tuple[float, float])] == [float, float]
-
-
 def test_what_is_made_in_python_is_checked():
     check(PRESETS["small"])
     for changes, said in (({"lr": "fast"}, "--lr fast: expected a number"),

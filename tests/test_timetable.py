@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, command
+from conftest import ROOT, command, succeeded
 
 import train_gpt
 from kernels.ranks import collectives
@@ -171,17 +171,14 @@ def started(log: list[tuple], names: dict, stops: str, *kinds: str) -> list[tupl
 
 
 def test_the_command_line_prints_the_timetable_of_every_kind_of_step():
-    result = command("--preset", "cpu", "--timetable", "2")
-    assert result.returncode == 0, result.stderr
+    result = succeeded(command("--preset", "cpu", "--timetable", "2"))
     kinds = train_gpt.Schedule(train_gpt.PRESETS["cpu"]).kinds()
     assert result.stdout.count("\nSteps from ") == len(kinds)
     assert "reduce_scatter value tables" in result.stdout and "all_reduce small groups" in result.stdout
 
 
 def test_explain_prints_the_rates_of_every_group():
-    result = command("--preset", "cpu", "--explain")
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+    lines = succeeded(command("--preset", "cpu", "--explain")).stdout.splitlines()
     assert lines[0].split()[:2] == ["group", "algorithm"] and len(lines) == 11
     [row] = [line for line in lines if line.startswith("value tables")]
     assert "1.2" in row and "0.75, 0.99" in row             # 150 times 0.008

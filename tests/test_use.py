@@ -6,13 +6,12 @@ import re
 import shutil
 import sys
 import time
-from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY, process
+from conftest import ROOT, TINY, command, process, succeeded
 from safetensors.torch import load_file
 
 import train_gpt
@@ -115,8 +114,8 @@ def test_saving_takes_no_more_than_a_run_says_before(tmp_path):
     A part of the table that a real run has looked at goes back to the system at once. The small parts here
     would stay in malloc's heap, up to 60 MB of them, if they were not made to be mapped as large ones are.
     """
-    result = process(sys.executable, "-c", SAVE, str(tmp_path / "model"), MALLOC_MMAP_THRESHOLD_="1000000")
-    assert result.returncode == 0, result.stderr
+    words = sys.executable, "-c", SAVE, str(tmp_path / "model")
+    result = succeeded(process(*words, MALLOC_MMAP_THRESHOLD_="1000000"))
     told = r"at most ([\d.]+) GB \(1,500,000 n-gram rows or fewer\), by way of ([\d.]+) GB of .* (\d+)"
     disk, memory, peak = map(float, re.search(told, result.stdout).groups())
     size = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
@@ -352,22 +351,19 @@ def test_a_bad_model_is_refused_in_one_line(tmp_path, config, name, edit, parts)
     (use_sample, "--top-k", "9" * 23, "at least 0 and at most 65,536"),
     (score, "--tokens", "-5", "must be at least 1"),
 ])
-def test_numbers_that_make_no_sense_are_refused(trained, monkeypatch, capsys, tool, option, value, said):
-    monkeypatch.setattr(sys, "argv", ["tool", str(trained[0]), f"{option}={value}"])
-    with pytest.raises(SystemExit) as end:
-        tool.main()
-    assert end.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+def test_numbers_that_make_no_sense_are_refused(trained, tool, option, value, said):
+    result = command(str(trained[0]), f"{option}={value}", program=tool.main)
+    assert result.returncode == 2 and said in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("words", [["--temperature", "0.001", "--tokens", "1000000", "--seed", 2 ** 63 - 1],
                                    ["--tokens", "2", "--samples", "4096", "--top-k", "65536"]], ids=str)
-def test_the_largest_numbers_that_are_taken(trained, monkeypatch, capsys, words):
+def test_the_largest_numbers_that_are_taken(trained, monkeypatch, words):
     ends = iter(range(3))
     monkeypatch.setattr(use_sample, "choose", lambda logits, *how: (
         choose(logits, *how) if next(ends, None) is not None else torch.full([len(logits)], 256)))
-    monkeypatch.setattr(sys, "argv", ["tool", str(trained[0]), *map(str, words)])
-    use_sample.main()
-    assert "a second, on cpu" in capsys.readouterr().err
+    result = command(str(trained[0]), *map(str, words), program=use_sample.main)
+    assert "a second, on cpu" in result.stderr
 
 
 def test_a_sample_from_outside(trained):
@@ -464,12 +460,10 @@ def test_an_ending_that_is_longer_than_a_sequence_is_refused(saved):
         score.score_questions(saved, questions, Bytes().encode)
 
 
-def test_score_as_a_command(trained, shards, tmp_path, monkeypatch, capsys):
+def test_score_as_a_command(trained, shards, tmp_path):
     def run(*words: object) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["score", *map(str, words)])
-        with suppress(SystemExit):
-            score.main()
-        return capsys.readouterr()
+        result = command(*map(str, words), program=score.main)
+        return result.stdout, result.stderr
 
     (tmp_path / "a.txt").write_text("some text\n" * 30)
     (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))

@@ -120,9 +120,12 @@ def test_a_model_of_fp8_is_scored_in_bfloat16_if_that_is_wanted(config, trainer)
                 assert model.fp8 == ("head",) and getattr(model.ops, name) is refuse
 
 
-@pytest.mark.parametrize("backend", ["flash4", "varlen"])
-def test_what_the_attention_libraries_are_asked_for(monkeypatch, backend):
-    """Faults: a window that is one too long, no `causal`, keys of other sequences than the queries'."""
+@pytest.mark.parametrize("backend, deterministic", [("flash4", True), ("flash4", False), ("varlen", False)])
+def test_what_the_attention_libraries_are_asked_for(monkeypatch, backend, deterministic):
+    """Faults: a window that is one too long, no `causal`, keys of other sequences than the queries'.
+
+    And FlashAttention-4 that is deterministic where torch is not, or the other way round.
+    """
     asked = {}
 
     def attend(q, k, v, *positional, **named):
@@ -133,6 +136,7 @@ def test_what_the_attention_libraries_are_asked_for(monkeypatch, backend):
     interface = SimpleNamespace(flash_attn_varlen_func=attend, interface=None)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", interface)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     x, cu_seqlens = torch.randn(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
     ATTENTION[backend](x, x, x, cu_seqlens, 4, 2, 0.1)
     # (2, 0): two tokens before a query and none behind it, which is what the plain form takes a window for.
@@ -140,7 +144,7 @@ def test_what_the_attention_libraries_are_asked_for(monkeypatch, backend):
     if backend == "flash4":
         assert asked["causal"] is True and asked["softmax_scale"] == 0.1
         assert asked["cu_seqlens_q"] is asked["cu_seqlens_k"] is cu_seqlens
-        assert asked["max_seqlen_q"] == asked["max_seqlen_k"] == 4
+        assert asked["max_seqlen_q"] == asked["max_seqlen_k"] == 4 and asked["deterministic"] is deterministic
     else:
         assert asked["scale"] == 0.1 and asked["positional"] == (cu_seqlens, cu_seqlens, 4, 4)
 

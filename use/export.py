@@ -10,14 +10,13 @@ go along if they take no more than --most, and are for n-grams of tokens alone: 
 tokens and no guesses. With a longer table the model would be a download that nobody wants. Without its table
 a model has a higher loss: with --shards both losses are measured and written into its card.
 """
-import argparse
 import shutil
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from data.errors import DataError, positive, printable, whole
+from data.errors import DataError, positive, printable, tool_parser, whole
 from kernels.loss.cross_entropy import SOFTCAP
 from kernels.ngrams import HASH
 from records.run.weights import TensorFiles, name_files, new_folder, write_json
@@ -145,8 +144,7 @@ def export(saved: Saved, out: Path, with_table: bool, shards: Path | None, token
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m use.export", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("use.export", __doc__)
     option = parser.add_argument
     option("folder", type=Path, metavar="FOLDER", help="of --save")
     option("--out", type=Path, required=True, metavar="OTHER", help="a new folder")

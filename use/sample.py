@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.errors import DataError, printable, whole
+from data.errors import DataError, printable, tool_parser, whole
 from use.cache import PIECE, Reader
 from use.model import PLAIN, Saved, choose_device, latest_model, load, one_line, vocabulary_of
 
@@ -70,8 +70,7 @@ def sample(saved: Saved, prompt: np.ndarray, tokens: int, samples: int, seed: in
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m use.sample", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("use.sample", __doc__)
     option = parser.add_argument
     option("folder", nargs="?", type=Path, metavar="FOLDER", help="of --save (default: the newest run's)")
     option("--prompt", default="", help="what the text begins with (default: nothing)")

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from data.errors import DataError, positive, printable
+from data.errors import DataError, positive, printable, tool_parser
 from data.loader import Batch, TextSettings, make_batch, to_device
 from data.readers import Documents
 from data.scoring import scored_text, validation_stream
@@ -178,8 +178,7 @@ def score_questions(saved: Saved, questions: Iterable[tuple[str, list[str], int]
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m use.score", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("use.score", __doc__)
     option = parser.add_argument
     option("folder", type=Path, metavar="FOLDER", help="of --save")
     option("files", nargs="*", metavar="FILE", help="text, or a folder of it")

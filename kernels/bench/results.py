@@ -7,7 +7,6 @@ files it imports.
 import hashlib
 import json
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import date
@@ -20,6 +19,7 @@ from kernels.backend import triton
 from kernels.bench.discover import every_example
 from kernels.bench.timing import roofline, tflops
 from kernels.example import Example
+from records.run.machine import output_of
 
 RESULTS = Path(__file__).parent / "results.json"
 README = Path(__file__).parents[1] / "README.md"
@@ -34,10 +34,8 @@ def source_hash(module: ModuleType) -> str:
 
 def commit() -> str | None:
     """The checked-out commit, with a + if files differ from it; None outside a git checkout."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    found = subprocess.run([*git, "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout
-    return found.stdout.strip() + "+" * bool(changed) if found.returncode == 0 else None
+    found = output_of("git", "rev-parse", "--short=7", "HEAD")
+    return found and found + "+" * bool(output_of("git", "status", "--porcelain", "-uno"))
 
 
 def origin(module: ModuleType) -> dict:

@@ -7,12 +7,5 @@ In reading order:
 - `sampled.py`: the same over a weighted sample of the vocabulary, the candidates (`sampled_head_loss`).
 - `cross_entropy.py`: what stands between logits and loss, and the gradient of the logits, by Triton kernels.
 """
-from kernels.loss.head import (
-    Mixture,
-    Targets,
-    head_loss,
-    head_loss_reference,
-    later_targets,
-    ruled_out,
-)
+from kernels.loss.head import Mixture, Targets, head_loss, head_loss_reference, later_targets, ruled_out
 from kernels.loss.sampled import among_candidates, sampled_head_loss

@@ -22,7 +22,6 @@ from kernels.ranks.nodes import Nodes, groups
 from kernels.ranks.watchdog import Watchdog, progress
 from kernels.streams import side_stream
 
-
 PIECE = 2 ** 22     # words of 8 bytes that are hashed at a time: what is computed with them takes memory
 
 

@@ -255,4 +255,3 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
         held, copy = made - table + counter.shared + inputs, copied_bytes(optimizer, config)
     return {chunk: Need(table, held, counter.shared, snapshot, copy, max(peaks), apart, peak)
             for chunk, peak in validation.items()}
-

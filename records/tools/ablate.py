@@ -17,7 +17,6 @@ settings of train_gpt.py can be given. Instead of timing steps it can do these:
 import argparse
 import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -35,7 +34,7 @@ from records.run.settings import UserError, change, defaults, split_values, with
 from records.tools.against import compare_checkouts
 from records.tools.compare import difference_text
 from records.tools.markdown import table
-from records.tools.pool import scores_text
+from records.tools.pool import common_texts, scores_text
 from records.tools.schema import RecordError
 from records.tools.stats import describe, welch
 
@@ -150,8 +149,7 @@ def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World,
             results[name].append(run := trained(change(variants[name], seed=seed, runs=1), world))
             say(f"{name}, seed {seed}: {run.loss:.4f} in {run.seconds:.2f} s; {scores_text(run.scores)}")
     losses = [run.loss for run in results[AS_GIVEN]]
-    texts = [text for text in results[AS_GIVEN][0].scores
-             if all(text in run.scores for runs in results.values() for run in runs)]
+    texts = common_texts([run for runs in results.values() for run in runs])
     head = ["", "n", "loss", *texts, "s", "ms a step in each stage",
             "loss against the first row, by Welch's test"]
     rows = [result_row(name, runs, losses, texts) for name, runs in results.items()]

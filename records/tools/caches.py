@@ -9,7 +9,6 @@ kind of GPU and the same versions; others are refused, since they would compile 
 
 Compiled kernels are programs, and what a cache holds is run: unpack only files that you packed yourself.
 """
-import argparse
 import getpass
 import io
 import json
@@ -25,7 +24,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from data.errors import DataError, one_line_errors
+from data.errors import DataError, one_line_errors, tool_parser
 from data.shards import whole_file
 from records.run.machine import device_name, version
 
@@ -136,8 +135,7 @@ def target(member: tarfile.TarInfo) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m records.tools.caches", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("records.tools.caches", __doc__)
     parser.add_argument("action", choices=["pack", "unpack"])
     parser.add_argument("file", type=Path, metavar="FILE", help="as kernels.tar.gz")
     with one_line_errors(parser, "file") as options:

@@ -5,7 +5,6 @@
 Each line begins with ok, slow or broken, and says by how much and what to do. A run with `--doctor true`
 looks as well, and puts the figures in its log; `python -m records compare` shows where two machines differ.
 """
-import argparse
 import os
 import platform
 import shutil
@@ -24,19 +23,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from data.errors import tool_parser
 from data.shards import open_regular
 from kernels.attention import choose_attention
 from kernels.ranks.collectives import Collectives, wait
 from kernels.ranks.world import RankError, World
-from records.run.machine import (
-    ROOT,
-    device_name,
-    gpu_states,
-    number,
-    output_of,
-    peak_flops,
-    version,
-)
+from records.run.machine import ROOT, device_name, gpu_states, number, output_of, peak_flops, version
 
 OLDEST_TORCH = (2, 11)
 # What is known to fail: package, version, the GPUs' major compute capability, and what to do.
@@ -342,8 +334,7 @@ def figures(world: World) -> dict[str, object]:
 
 def main() -> int:
     """Prints the page; the exit status is 1 if something is broken."""
-    argparse.ArgumentParser(prog="python -m records.tools.doctor", description=__doc__,
-                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    tool_parser("records.tools.doctor", __doc__).parse_args()
     begin = time.time()
     try:
         world = World()

@@ -6,13 +6,13 @@ A line is the training loss of a record's runs, which were scored at their ends 
 runs and over 41 steps. The filled mark at its end is the mean validation loss. Of the public script there
 are no logs here, so its validations stand in PUBLIC below.
 """
-import argparse
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
+from data.errors import tool_parser
 from records.tools.plots import INK, STYLE, smooth
 from records.tools.record import RECORDS, load
 from records.tools.svg import compact
@@ -76,7 +76,6 @@ def draw(theme: str) -> Path:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(prog="python -m records.tools.headline", description=__doc__,
-                            formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    tool_parser("records.tools.headline", __doc__).parse_args()
     for name in THEMES:
         print(draw(name))

@@ -3,7 +3,6 @@
 Each run gets a limit of memory and chooses its own settings. Then the same settings are given, with one byte
 less than they need, which must be refused before the run starts. On GPUs only; a run takes a minute or so.
 """
-import argparse
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from data.errors import tool_parser
 from records.run import LOG_NAME
 from records.run.fit import COSTS, LIMIT
 from records.run.machine import ROOT
@@ -54,8 +54,7 @@ def measure(ranks: int, flags: list[str], limit: str | None) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m records.tools.memory", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("records.tools.memory", __doc__)
     parser.add_argument("--limits", default="16,24,40,48,80,none", help="GB of each GPU; none: what is free")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs")
     options, flags = parser.parse_known_args(argv)

@@ -10,7 +10,6 @@ import argparse
 import gzip
 import json
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import train_gpt
 from data.loader import to_device
 from records.run.ending import EXPECTED, exit_status, leave
 from records.run.fit import fitted
+from records.tools import markdown
 
 # The family of a kernel is the first whose pattern its name has.
 FAMILIES = {
@@ -88,11 +88,8 @@ def table(columns: dict[str, dict[str, float]]) -> str:
     last = ["idle", "wall"]
     names = [*dict.fromkeys(name for column in columns.values() for name in column if name not in last),
              *last]
-    lines = ["| ms | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
-    for name in names:
-        lines.append(f"| {name} | " + " | ".join(f"{column.get(name, 0):.2f}" for column in columns.values())
-                     + " |")
-    return "\n".join(lines)
+    rows = [[name, *(f"{column.get(name, 0):.2f}" for column in columns.values())] for name in names]
+    return markdown.table(["ms", *columns], rows)
 
 
 def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, float]]:

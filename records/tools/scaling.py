@@ -7,7 +7,6 @@ GPUs and by NCCL (gloo on a CPU), and reads the milliseconds out of the logs. Se
 for those that this tool sets: a line names them. `--micro_batches` has to suit the most ranks, so that all
 compute the same.
 """
-import argparse
 import json
 import math
 import shlex
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.errors import DataError
+from data.errors import DataError, tool_parser
 from records.run.settings import without
 from records.tools.launch import launch, with_settings
 from records.tools.markdown import table
@@ -84,8 +83,7 @@ def scaling_text(rows: list[dict]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m records.tools.scaling", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = tool_parser("records.tools.scaling", __doc__)
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, as 1,2,4")
     parser.add_argument("--batch_tokens", default="65536,196608,393216", help="tokens a step, one a stage")
     parser.add_argument("--out", type=Path, help="a JSON file for the rows, with devices and commit")

@@ -1,6 +1,8 @@
 """What the tests of kernels share: where they run, in which dtypes, and how an example is checked."""
+from collections.abc import Callable
 from functools import partial
 
+import pytest
 import torch
 
 from kernels.example import Example, copied, in_double, largest_error, tensors
@@ -32,6 +34,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit for bit, NaN included."""
     a_bits, b_bits = (x.flatten().view(torch.uint8) for x in (a, b))
     return a.dtype == b.dtype and torch.equal(a_bits, b_bits)
+
+
+def refused(*cases: tuple[str, Callable]) -> None:
+    """Each call ends in a ValueError that says what the argument of this name must be."""
+    for name, call in cases:
+        with pytest.raises(ValueError, match=f"{name} must be"):
+            call()
 
 
 def check(example: Example) -> None:

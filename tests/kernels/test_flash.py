@@ -1,6 +1,5 @@
 """Attention's backends against dense attention in float64, and what is asked of the libraries behind them."""
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,23 +51,6 @@ def test_flash4_chooses_its_tiles_by_the_wider_heads():
         assert interface._tile_size_bwd_sm90(192, 128, True) == (192, 128, True, None)
     assert interface._tile_size_bwd_sm90.__wrapped__ is tiles
     assert not hasattr(interface, "_tile_size_fwd_sm90")
-
-
-def test_flash4_is_deterministic_when_torch_is(monkeypatch):
-    asked = []
-
-    def attend(q, k, v, **named):
-        asked.append(named["deterministic"])
-        return q
-
-    monkeypatch.setitem(sys.modules, "flash_attn", ModuleType("flash_attn"))
-    interface = SimpleNamespace(flash_attn_varlen_func=attend, interface=None)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", interface)
-    x, cu_seqlens = torch.randn(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
-    for on in (True, False):
-        torch.use_deterministic_algorithms(on)
-        ATTENTION["flash4"](x, x, x, cu_seqlens, 4, 2, 0.1)
-    assert asked == [True, False]
 
 
 def test_torchs_attention_gets_queries_keys_and_values_of_one_width(monkeypatch):

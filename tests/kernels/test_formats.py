@@ -3,7 +3,7 @@ import pytest
 import torch
 from checks import DEVICE, random
 
-from kernels.fp8.formats import E4M3, E5M2, normed_scale, paired, round_to_fp8
+from kernels.fp8.formats import E4M3, E5M2, paired, round_to_fp8
 
 
 def test_a_matmul_does_not_depend_on_the_order_of_pairs():
@@ -20,11 +20,3 @@ def test_rounding_saturates_and_keeps_nan(dtype):
     x = torch.tensor([0.0, 1.0, 3 * limit, -float("inf"), float("nan")], device=DEVICE)
     q = round_to_fp8(x, 2.0, dtype).float()
     assert q[:4].tolist() == [0.0, 0.5, limit, -limit] and q[4].isnan()
-
-
-def test_no_element_of_a_normed_row_saturates():
-    x = torch.zeros(1, 48, device=DEVICE)
-    x[0, 7] = 1e4
-    normed = torch.nn.functional.rms_norm(x, (48,))
-    assert round_to_fp8(normed, normed_scale(48), E4M3).float().max() == 448
-    assert (normed / normed_scale(48)).max() <= 448 * (1 + 1e-6)

@@ -7,14 +7,7 @@ from checks import DEVICE, error, random, same_bits
 from data.packing import sample_candidates
 from kernels.embedding import lookup_reference
 from kernels.gradients import Gradient
-from kernels.loss import (
-    Mixture,
-    Targets,
-    among_candidates,
-    head_loss,
-    head_loss_reference,
-    sampled_head_loss,
-)
+from kernels.loss import Mixture, Targets, among_candidates, head_loss, head_loss_reference, sampled_head_loss
 from kernels.loss import head as head_module
 
 DTYPE_OF_HEAD = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32

@@ -3,7 +3,7 @@ import inspect
 
 import pytest
 import torch
-from checks import DEVICE, DTYPES, assert_as_exact_as_pytorch, error, random
+from checks import DEVICE, DTYPES, assert_as_exact_as_pytorch, error, random, refused
 
 from kernels.optimizer.coefficients import lower_end, polar_express
 from kernels.optimizer.orthogonalize import newton_schulz, newton_schulz_reference
@@ -74,10 +74,8 @@ def test_degenerate_matrices_stay_finite(function):
 
 def test_wrong_arguments_are_refused():
     x = random(2, 8, 6)
-    for call in (lambda: newton_schulz(x, normalisation="spectral"), lambda: newton_schulz(x, triples=()),
-                 lambda: newton_schulz(x[0, 0])):
-        with pytest.raises(ValueError, match="must be"):
-            call()
+    refused(("", lambda: newton_schulz(x, normalisation="spectral")),
+            ("", lambda: newton_schulz(x, triples=())), ("", lambda: newton_schulz(x[0, 0])))
     assert newton_schulz(x[:0]).shape == (0, 8, 6)
 
 

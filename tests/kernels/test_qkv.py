@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from checks import DEVICE, DTYPE, DTYPES, assert_as_exact_as_pytorch, error, random, same_bits
 
 from kernels.attention.example_inputs import HeadInputs, both_ways
@@ -11,7 +10,6 @@ from kernels.attention.inputs import HeadShape, Positions, Projection, ValueRows
 from kernels.attention.output import scaled_linear
 from kernels.attention.qkv import project_heads, qkv_heads, qkv_heads_reference
 from kernels.attention.qkv_kernels import CONFIGS, heads_backward, heads_forward
-from kernels.attention.rotary import rotary_tables
 from kernels.attention.value_gate import value_mix
 from kernels.example import in_double
 from kernels.gradients import Gradient
@@ -69,23 +67,6 @@ def test_qkv_heads_reference_is_what_it_says(head_dim, starts):
         return qkv_heads_reference(qkv, positions, seen, ValueRows(*value), None, shape)
 
     assert torch.autograd.gradcheck(heads, [x.detach().requires_grad_() for x in (qkv, seen, *value)])
-
-
-def test_key_offset_takes_the_position_free_half_from_the_token_before():
-    n, heads, qk_dim, head_dim, width = 12, 2, 8, 16, 32
-    x, weight = torch.randn(n, width), torch.randn(2 * width, width)
-    cos, sin, _ = rotary_tables([8], n, qk_dim // 2, 1024.0, 0.1, True, torch.device("cpu"))[8]
-    is_start = torch.zeros(n, dtype=torch.bool)
-    is_start[[0, 7]] = True
-    qkv, positions = F.linear(x, weight), Positions(cos, sin, is_start)
-    plain, offset = (
-        qkv_heads_reference(qkv, positions, None, None, None, HeadShape(qk_dim, head_dim, on))[1]
-        for on in (False, True))
-    half = qk_dim // 2
-    assert torch.equal(plain[..., :half], offset[..., :half])
-    for i in range(n):
-        expected = torch.zeros(heads, half) if is_start[i] else plain[i - 1, :, half:]
-        assert torch.equal(offset[i, :, half:], expected)
 
 
 def layers_with_ngrams(functions, layers: list, shared: list, repeat: bool = False) -> list[torch.Tensor]:

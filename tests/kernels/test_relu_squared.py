@@ -1,7 +1,7 @@
 """The MLP's matmuls whose epilogue is relu² or its gradient, from FP8 to FP8 and its transpose."""
 import pytest
 import torch
-from checks import DEVICE, error, random, same_bits
+from checks import DEVICE, error, random, refused, same_bits
 
 from kernels.fp8.formats import E4M3, E5M2, paired
 from kernels.mlp.relu_squared import (
@@ -61,8 +61,7 @@ def test_nan_reaches_its_whole_row():
 def test_kernels_refuse_what_they_cannot_do():
     x, w, one = random(32, 16), random(48, 16), torch.ones(1, device=DEVICE)
     x8, w8, act8 = x.to(E4M3), w.to(E4M3), torch.zeros(32, 48, device=DEVICE).to(E4M3)
-    for name, call in (
-            ("x", lambda: relu_squared_fp8(x8[:24], w8, one, one)),
+    refused(("x", lambda: relu_squared_fp8(x8[:24], w8, one, one)),
             ("x", lambda: relu_squared_fp8(x, w, one, one)),
             ("x", lambda: relu_squared_fp8(x8.T[:16], w8, one, one)),
             ("w", lambda: relu_squared_fp8(x8, w8[:, :8], one, one)),
@@ -72,9 +71,7 @@ def test_kernels_refuse_what_they_cannot_do():
             ("scale", lambda: relu_squared_fp8(x8, w8, w, one)),
             ("act", lambda: relu_squared_backward_fp8(x8, w8, act8[:16], one, one, one)),
             ("act", lambda: relu_squared_backward_fp8(x8, w8, act8.bfloat16(), one, one, one)),
-            ("scale", lambda: relu_squared_backward_fp8(x8, w8, act8, one, w, one))):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            call()
+            ("scale", lambda: relu_squared_backward_fp8(x8, w8, act8, one, w, one)))
     assert [q.shape for q in relu_squared_fp8(x8[:0], w8, one, one)] == [(0, 48), (48, 0)]
 
 

@@ -1,7 +1,7 @@
 """The gradient of a residual stream's summands and scales."""
 import pytest
 import torch
-from checks import DEVICE, error, random
+from checks import DEVICE, error, random, refused
 
 from kernels.mlp.residual import mlp_input_reference
 from kernels.mlp.residual_fp8 import sum_and_norm_fp8
@@ -29,23 +29,12 @@ def test_it_is_the_gradient_that_autograd_finds(tuned, c):
     assert error(scale_grads, wanted_scale_grads) < 100 * tolerance
 
 
-def test_no_scales_are_scales_of_one():
-    out, out_grad, *norm_grads = (random(13, 528) for _ in range(4))
-    rms = torch.rand(13, device=DEVICE) + 0.5
-    inputs = out_grad, tuple(norm_grads), out, rms
-    found, nothing = residual_backward(*inputs)
-    assert nothing is None
-    assert error(found, residual_backward(*inputs, torch.ones(2, device=DEVICE))[0].double()) < 1e-6
-
-
 def test_it_refuses_what_it_cannot_do():
     x, rms, two = random(6, 8), torch.ones(6, device=DEVICE), torch.ones(2, device=DEVICE)
-    for name, call in (("x", lambda: residual_backward(x, (x,), x.double(), rms)),
-                       ("x", lambda: residual_backward(x, (x,), x.T, rms)),
-                       ("out_grad", lambda: residual_backward(x[:5], (x,), x, rms)),
-                       (r"norm_grads\[1\]", lambda: residual_backward(x, (x, x.double()), x, rms)),
-                       ("scales", lambda: residual_backward(x, (x,), x, rms, two[:1])),
-                       ("rms", lambda: residual_backward(x, (x,), x, torch.stack([rms, rms], 1)[:, 0]))):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            call()
+    refused(("x", lambda: residual_backward(x, (x,), x.double(), rms)),
+            ("x", lambda: residual_backward(x, (x,), x.T, rms)),
+            ("out_grad", lambda: residual_backward(x[:5], (x,), x, rms)),
+            (r"norm_grads\[1\]", lambda: residual_backward(x, (x, x.double()), x, rms)),
+            ("scales", lambda: residual_backward(x, (x,), x, rms, two[:1])),
+            ("rms", lambda: residual_backward(x, (x,), x, torch.stack([rms, rms], 1)[:, 0])))
     assert residual_backward(x[:0], (x[:0],), x[:0], rms[:0], two)[0].shape == (0, 8)

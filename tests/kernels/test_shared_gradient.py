@@ -1,7 +1,7 @@
 """The gradient of n-gram rows, summed over the layers that add them to their values."""
 import pytest
 import torch
-from checks import DEVICE, DTYPE, assert_as_exact_as_pytorch, random
+from checks import DEVICE, DTYPE, assert_as_exact_as_pytorch, random, refused
 
 from kernels.attention.example_inputs import HeadInputs
 from kernels.attention.qkv import qkv_heads
@@ -63,13 +63,9 @@ def test_rows_get_their_gradient_once_and_after_all_layers():
 def test_sum_over_layers_refuses_what_it_cannot_do():
     x, two, rows = random(6, 8), torch.ones(2, device=DEVICE), random(6, 1, 8)
     scales = two[:, None]
-    for name, arguments in (
-        ("scales", ([rows], rows, scales)),
-        ("rows", ([x], x, scales[:1])),
-        (r"grads\[1\]", ([rows, rows[:2]], rows, scales)),
-        (r"grads\[1\]", ([random(6, 2, 8)[:, 1:], rows], rows, scales)),
-        (r"grads\[0\]", ([random(6, 1, 16)[..., ::2]], rows, scales[:1])),
-    ):
-        with pytest.raises(ValueError, match=f"{name} must be"):
-            sum_over_layers(*arguments)
+    refused(("scales", lambda: sum_over_layers([rows], rows, scales)),
+            ("rows", lambda: sum_over_layers([x], x, scales[:1])),
+            (r"grads\[1\]", lambda: sum_over_layers([rows, rows[:2]], rows, scales)),
+            (r"grads\[1\]", lambda: sum_over_layers([random(6, 2, 8)[:, 1:], rows], rows, scales)),
+            (r"grads\[0\]", lambda: sum_over_layers([random(6, 1, 16)[..., ::2]], rows, scales[:1])))
     assert sum_over_layers([rows[:0]], rows[:0], scales[:1])[1].eq(0).all()

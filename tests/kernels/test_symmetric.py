@@ -1,7 +1,7 @@
 """Symmetric matmuls: one triangle computed, the other mirrored."""
 import pytest
 import torch
-from checks import DEVICE, DTYPES, assert_as_exact_as_pytorch, random
+from checks import DEVICE, DTYPES, assert_as_exact_as_pytorch, random, refused
 
 from kernels.optimizer.symmetric import (
     CONFIGS,
@@ -76,11 +76,10 @@ def test_product_of_two_polynomials_of_one_matrix(m, dtype):
 def test_wrong_shapes_and_dtypes_are_refused():
     x = random(2, 8, 6)
     square = x[:, :6]
-    for call in (lambda: gram(x[0]), lambda: gram(x.double()), lambda: polynomial(x, 1, 1, 1),
-                 lambda: polynomial(square, 1, 1, 1, column_scale=x[0]), lambda: commuting_product(x, x),
-                 lambda: commuting_product(square, square), lambda: commuting_product(gram(x), gram(x)[:1])):
-        with pytest.raises(ValueError, match="must be"):
-            call()
+    refused(("", lambda: gram(x[0])), ("", lambda: gram(x.double())), ("", lambda: polynomial(x, 1, 1, 1)),
+            ("", lambda: polynomial(square, 1, 1, 1, column_scale=x[0])),
+            ("", lambda: commuting_product(x, x)), ("", lambda: commuting_product(square, square)),
+            ("", lambda: commuting_product(gram(x), gram(x)[:1])))
     assert gram(x[:0]).shape == (0, 8, 8) and gram(x[:, :, :0]).eq(0).all()
 
 
