@@ -174,6 +174,14 @@ def test_what_is_chosen_needs_as_much_when_it_is_given(fitting):
     assert choice.val_chunk < fitting.config.val_chunk and given == (choice, need)
 
 
+@pytest.mark.parametrize("given", fit.COSTS)
+def test_what_is_given_stays_and_the_others_change(speedrun, given):
+    tried = list(fit.choices(speedrun, (given,), 1))
+    values = {name: {getattr(choice, name) for choice in tried} for name in fit.COSTS}
+    assert values.pop(given) == {getattr(speedrun, given)}
+    assert all(len(others) > 1 for others in values.values())
+
+
 def test_the_preset_for_one_small_gpu_fits_as_it_is(fit_into, speedrun):
     """An RTX 4090 has 24,564 MiB by nvidia-smi, of which a context of CUDA takes half a GB."""
     config = replace(train_gpt.PRESETS["single"], data_path=speedrun.data_path)
