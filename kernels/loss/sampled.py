@@ -4,8 +4,8 @@ Weights keep the mean of Σ e^s what it is over the whole vocabulary. This is im
 arXiv 1412.2007), in the public speedrun since modded-nanogpt #360 (@devenpzak).
 
 The tokens of a micro-batch may be split into parts, each with its own sample. A part has fewer different
-targets, and so fewer candidates: 49,152 tokens of English text have some 9,000 different targets, 16,384 have
-4,500.
+targets, and so fewer candidates: 49,152 tokens of the records' corpus have up to 10,240 different targets,
+16,384 tokens up to 4,864.
 """
 from collections.abc import Callable
 
