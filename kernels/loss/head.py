@@ -49,7 +49,10 @@ class Targets(NamedTuple):
     never: Tensor | None = None
 
     def parts(self, count: int) -> "list[Targets]":
-        """Of so many equal parts of the tokens. A part does not see the next one's targets."""
+        """Of so many equal parts of the tokens, in training, where `never` is None.
+
+        A part does not see the next one's targets.
+        """
         each = zip(*(x.chunk(count) for x in (self.targets, self.is_start, *(self.mixture or ()))))
         return [Targets(targets, is_start, self.weights, Mixture(*mixture) if mixture else None)
                 for targets, is_start, *mixture in each]
@@ -115,7 +118,7 @@ class HeadLoss(torch.autograd.Function):
             scales = HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE
             scales = [torch.full((), s, device=x.device) for s in scales]
             x8, x8_transposed = quantize(x, scales[0], both=trains)
-            head8, head8_transposed = quantize(head, scales[1])
+            head8, head8_transposed = quantize(head, scales[1], both=wanted)
             logits = fp8_matmul(x8, head8.T, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, fast=True)
             if wanted:
                 scale, logits_grad = scales[2], torch.empty_like(logits, dtype=torch.float8_e5m2)

@@ -136,13 +136,13 @@ def four_scores(patch: Patch) -> None:
     def train_and_score(trainer: train_gpt.Trainer, *given) -> train_gpt.Report:
         report, model, config = train(trainer, *given), trainer.model, trainer.config
         step, never = trainer.schedule.validation(len(trainer.schedule)), model.never
+        texts = [*other_texts(trainer.text, config.score, *trainer.chunks)]
         for canonical in (True, False):
             for in_fp8 in (True, False):
                 model.config = replace(config, val_fp8=in_fp8)
                 model.never = gpt2_never(config.padded_vocab, model.device) if canonical else None
                 losses = {"val": trainer.validate(step)} | {
-                    text.name: trainer.validate(step, text)
-                    for text in other_texts(trainer.text, config.score, *trainer.chunks)}
+                    text.name: trainer.validate(step, text) for text in texts}
                 report.lines.append(f"canonical {canonical}, val_fp8 {in_fp8}: " + ", ".join(
                     f"{name} {loss:.4f}" for name, loss in losses.items()))
         model.config, model.never = config, never

@@ -78,6 +78,8 @@ def model_faults(c) -> Iterator[Fault]:
            f"only GPT-2's {GPT2_SIZE} tokens have classes; use --ngram_classes false")
     yield (c.canonical and c.vocab_size != GPT2_SIZE, "canonical vocab_size",
            f"only of GPT-2's {GPT2_SIZE} tokens is known which never follow; use --canonical false")
+    yield (c.head_share < 1 and not c.softmax_tokens, "head_share softmax_tokens",
+           "it is a share of the parts that softmax_tokens makes; set that, too")
 
 
 def layer_faults(c) -> Iterator[Fault]:
