@@ -71,7 +71,7 @@ def test_a_class_moves_together(config, pairs, monkeypatch):
 
 
 def test_four_scores(config, monkeypatch):
-    """With a mask of every second token, and in FP8 where that is; the model stays as it was."""
+    """With a mask of the tokens from 256 on, and in FP8 where that is; the model stays as it was."""
     ideas.apply(["four_scores"], monkeypatch.setattr)
     never = torch.zeros(320, 40, dtype=torch.uint8)
     never[:, 32:] = 255             # tokens from 256 on
