@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from data import embedded
 from data.canonical import gpt2_never
-from data.classes import gpt2_classes
+from data.classes import gpt2_classes, gpt2_features
 from data.loader import Batch, Loader, StepShape, TextSettings, to_device
 from data.packing import round_up
 from data.scoring import ScoredText, check_scores, other_texts, scored_text
@@ -59,8 +59,8 @@ from records.run.ending import EXPECTED, exit_status, leave, whole_caches
 from records.run.fit import fit
 from records.run.kinds import Beta, Blocks, Count, Factor, Few, Positive, Seed, Share, Size, Steps, Tokens
 from records.run.log import RunLog
-from records.run.machine import device_name, ending_facts, machine_facts
-from records.run.progress import Report, StepFacts, summarise
+from records.run.machine import device_name, ending_facts
+from records.run.progress import Report, summarise
 from records.run.weights import prepare, save_model
 
 ROOT = Path(__file__).resolve().parent
@@ -90,9 +90,7 @@ SPEEDRUN_LAYERS = (                 # Tokens enter at the top; the head is below
 )
 
 CPU_LAYERS = (                      # Every part of the table above, in 4 layers.
-    Layer(value_embedding=True),
-    Layer(long_window=True, kept=True),
-    Layer(backout=True),
+    Layer(value_embedding=True), Layer(long_window=True, kept=True), Layer(backout=True),
     Layer(reads_kept=True, value_embedding=True, long_window=True),
 )
 
@@ -162,27 +160,22 @@ class Config:
     # @ClassicLarry #201; Cheng et al., arXiv 2601.07372). B: 0.103, 30 s; 0.036 on genuine FineWeb.
     ngrams: tuple[NGram, ...] = (2, 3, 4, 5)
     ngram_rows: Rows = 67_108_864   # each as wide as a head; 0: no table
-    # N-grams ignore case, accents and leading spaces (record 92 of the public speedrun). Worth 0.005 on `val`
-    # and 0.006 on two other texts, one pair of runs. Only for GPT-2's vocabulary.
-    ngram_classes: bool = False
+    # N-grams ignore case, accents and leading spaces (record 92 of the public speedrun). Worth 0.005.
+    ngram_classes: bool = False     # of GPT-2's tokens alone
     # More such rows, for guesses of the next token: what followed when the last 2, 4, … tokens came before,
     # in this sequence or in earlier steps (kernels/retrieval; two open proposals to the public speedrun).
-    # `near_match` is worth 0.006 to 0.008 on three texts; `retrieval` 0.037 on `val`, 0.001 on the two others
-    # (one run of half the length each). Records say if they use it.
+    # `near_match` is worth 0.006 to 0.008 on three texts; `retrieval` 0.037 on `val`, 0.001 on the others.
     near_match: tuple[Few, ...] = ()
     retrieval: tuple[Few, ...] = ()
     retrieval_slots: Positive = 1_000_000_000    # ends of text that the index holds at most, 8 bytes each
-    # Part of the next token's probability points at what followed like states before, found with so many
-    # channels (kernels/copying; an open proposal to the public speedrun). An earlier form was worth 0.016 on
-    # `clean` and 0.062 on `fineweb` (one run of half the length); this one was not compared with none.
+    # Part of the next token's probability points at what followed like states, found with so many channels
+    # (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
     copy_channels: Count = 0        # a power of two, as 128; 0: none
     # Where the model is scored, tokens that GPT-2's encoder never writes next have no probability
     # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
     canonical: bool = False
-    # About so many tokens share a softmax's sample, which holds all their targets; 0: a micro-batch's. Fewer
-    # tokens have fewer different targets, and so fewer logits are computed. Not measured yet.
-    softmax_tokens: Count = 0
-    head_share: Share = 1.0         # of these parts of a micro-batch; the others do not train the head
+    # So many tokens share a softmax's sample; fewer have fewer targets, which saves logits. 0: a micro-batch.
+    softmax_tokens: Count = 0       # 16,384 of 49,152 save 2.5% of a step.
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
@@ -238,8 +231,10 @@ class Config:
     average_steps: Count = 0        # the last steps, whose weights are averaged once nothing is tied; 0: none
     average_every: Positive = 5     # steps
     average_share: Share = 0.65     # of the average in the mixture
-    # Weights decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154). A: even.
-    cautious: bool = True
+    cautious: bool = True   # Decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154).
+    # Tokens of like spelling share part of their updates (kernels/optimizer/shared_updates.py). Worth 0.014
+    # on `val`, 0.017 and 0.020 on two other texts, by one pair of runs.
+    shared_updates: bool = False    # of GPT-2's tokens alone
 
     # ---- Validation
     val_tokens: Positive = 10_485_760   # the first tokens of the validation stream, all of which are scored
@@ -247,8 +242,7 @@ class Config:
     val_chunk: Tokens = 65_536      # tokens a forward pass: memory depends on it, the result does not
     val_sequence_length: Tokens = 16_384            # Longer documents are scored in pieces.
     val_window: Blocks = 20         # blocks of the long window in the last validation (@ClassicLarry #127)
-    # Score in FP8 what is trained in FP8, or all in bfloat16, as the public speedrun does, which reads 0.002
-    # less for the weights of one run.
+    # Score in FP8 what is trained in FP8, or all in bfloat16 like the public speedrun, for 0.002 less.
     val_fp8: bool = True
     # Other texts to score after the run, off the clock: name=FOLDER:TOKENS, or name:TOKENS for a folder that
     # may lie beside the shards. `val` alone flatters the n-gram table (records/measuring.md).
@@ -299,7 +293,8 @@ PRESETS = {
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", data_path="", keep_tails=True, micro_batches=4, ngram_rows=268_435_456,
         ngram_classes=True, near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8,
-        final_lr=0.25, steps=1380, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
+        final_lr=0.25, shared_updates=True, softmax_tokens=16_384, steps=1380,
+        score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,
@@ -347,6 +342,7 @@ class Ops(NamedTuple):
     newton_schulz: Callable
     neuron_update: Callable
     adam_update: Callable
+    shared_update: Callable         # what tokens of like spelling add to each other's updates
     row_adam: Callable              # Adam on the rows of the n-gram table that were read
 
 
@@ -362,7 +358,8 @@ def references(compile: Callable = lambda function: function) -> Ops:
         copy_inputs=compile(copying.project), pointer_sums=copying.pointer_sums_reference,
         head_loss=compile(loss.head_loss_reference), nesterov_momentum=compile(updates.nesterov_momentum),
         newton_schulz=compile(updates.newton_schulz_reference), neuron_update=compile(updates.neuron_update),
-        adam_update=compile(updates.adam_update), row_adam=compile(updates.row_adam_reference))
+        adam_update=compile(updates.adam_update), shared_update=compile(updates.shared_update),
+        row_adam=compile(updates.row_adam_reference))
 
 
 def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ...]]:
@@ -377,8 +374,8 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
     can = {"head": True, "attention": "qkv" not in off,
            "mlp": "feed_forward" not in off and mlp.has_feed_forward_fp8(device)}
     parts = tuple(part for part in config.fp8 if can[part] and fp8.has_fp8(device))
-    kernels = {"lookup": embedding.lookup, "smear": embedding.smear, "head_loss": loss.head_loss,
-               "pointer_sums": copying.pointer_sums,
+    kernels = {"lookup": embedding.lookup, "smear": embedding.smear,
+               "head_loss": loss.head_loss, "pointer_sums": copying.pointer_sums,
                "qkv": partial(attention.project_heads, attention.qkv_heads), "row_adam": updates.row_adam,
                "share_values": ngrams.share_values, "newton_schulz": updates.newton_schulz}
     if "attention" in parts:
@@ -598,8 +595,7 @@ class GPT(nn.Module):
         if not len(batch.candidates):
             return self.ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
         return loss.sampled_head_loss(
-            self.ops.head_loss, self.ops.lookup, x, self.head, wanted, batch.candidates, in_fp8,
-            self.config.head_share)
+            self.ops.head_loss, self.ops.lookup, x, self.head, wanted, batch.candidates, in_fp8)
 
     def mlp_weights(self, i: int) -> tuple[Tensor, Tensor]:
         first = len(self.config.layers) + 2 * i
@@ -630,6 +626,7 @@ class Group:
     square_blocks: bool = False     # NorMuon: a matrix is cut into square blocks, each orthogonalised alone
     memory: float = 0.0             # time constant of the weights' average, in steps; 0: they have none
     replicated: bool = False        # too small to share out: every rank makes the whole update
+    shared: bool = False            # Adam: tokens of like spelling share updates.
     tied_to: str | None = None      # Until untied, the weights are that group's, and there are no updates.
 
     def rounds(self, ranks: int) -> list[tuple[list[nn.Parameter], str, int]]:
@@ -672,6 +669,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         betas, decay = (0.0, config.muon_beta2), config.muon_lr * config.muon_decay
         return Group(name, params, stops, config.muon_lr, betas, decay, NorMuon, matrix_lr, blocks, 50.0)
 
+    tokens = dict(shared=config.shared_updates)     # of tables with a row for each token
     scalars = [model.attention_scalars, model.ngrams.scales, model.scalars, model.copy_head.bias]
     groups = [
         #     name, parameters                         first used     learning rate    betas         decay
@@ -683,11 +681,11 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         normuon("attention", list(model.bank[:depth]), each,          [1.0] * depth,   blocks=True),
         normuon("mlp", list(model.bank[depth:]),       both,          [2.0, 4.0] * depth, blocks=False),
         adam("head", [model.head],                     ["head"],      1.0,             (0.50, 0.95), 150.0,
-             memory=200.0),
+             memory=200.0, **tokens),
         adam("embedding", [model.embedding],           ["embedding"], 1.0,             (0.50, 0.95), 150.0,
-             tied_to="head", memory=200.0),
+             tied_to="head", memory=200.0, **tokens),
         adam("copy head", [model.copy_head.weight],    ["head"],      0.03,            (0.90, 0.95)),
-        adam("value tables", list(model.value_tables), valued,        config.value_lr, (0.75, 0.99), 5.0),
+        adam("value tables", [*model.value_tables],    valued, config.value_lr, (0.75, 0.99), 5.0, **tokens),
         adam("n-gram table", [model.ngrams.table],     ["n-grams"],   config.ngram_lr,
              (0.0, config.ngram_beta2), 5.0, RowAdam),
     ]
@@ -731,21 +729,23 @@ class Shard:
         self.momentum = torch.zeros_like(self.weight, dtype=torch.float32)
         self.second = torch.zeros_like(self.weight[..., :1] if unit else self.weight, dtype=torch.float32)
         self.steps = torch.zeros((), device=first.device)
+        self.shared = updates.SharedUpdates(gpt2_features(), group.params, world) if group.shared else None
 
     def state(self) -> list[Tensor]:
         """All that a step changes."""
         own = [self.weight] if self.weight is not self.weights else []
-        return [x for x in (self.weights, *own, self.grads, self.mantissa_bits,
-                            self.momentum, self.second, self.steps) if x is not None]
+        return [x for x in (self.weights, *own, self.grads, self.mantissa_bits, self.momentum, self.second,
+                            self.steps, self.shared and self.shared.second) if x is not None]
 
 
 class Adam(Shard):
     """Adam. Every rank updates an equal part of each parameter, or all of a replicated one."""
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
+        shared = self.shared and self.shared.update(ops, self.grad, self.steps, finite, self.group.betas[1])
         ops.adam_update(
             updates.Master(self.weight, self.mantissa_bits), self.grad, self.momentum, self.second,
-            self.steps, self.group.rule(finite, lr, self.config.cautious), self.group.betas)
+            self.steps, self.group.rule(finite, lr, self.config.cautious), self.group.betas, shared)
         self.grads.zero_()
 
 
@@ -1125,8 +1125,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
                 loss = world.watched(trainer.step, step, next(batches))
                 candidates = trainer.loader.candidates_of(step.shape)
                 flops = step.batch_tokens * explain.flops_per_token(config, step, candidates)
-                report.add(StepFacts(step.index, step.batch_tokens, flops, step.lr, step.momentum,
-                                     step.windows), loss)
+                report.add(step, flops, loss)
                 if step.index + 1 in points:
                     trainer.optimizer.gather()      # on the clock, for it belongs to the step
                     with clock.paused():
@@ -1147,13 +1146,9 @@ def run(config: Config, world: World, started: float) -> Report:
     """One training run, in the process that `started` then (seconds since the epoch)."""
     resumed = find(config)
     trainer = Trainer(config, world)
-    facts, name = explain.run_facts(trainer), config.name or config.preset
+    facts, name = explain.run_facts(trainer, resumed), config.name or config.preset
     log = RunLog(name, enabled=not world.rank and config.write_log)
-    log.write("header", schema=1, name=name, command=sys.argv, sources=log.sources,
-              started=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts,
-              **world.found, **machine_facts(world.device, world.size),
-              **(resumed.facts() if resumed else {}),
-              config=settings.flat(config) | {"data_path": Path(config.data_path).name})
+    log.write("header", schema=1, name=name, sources=log.sources, **facts)
     if world.watchdog:
         world.watchdog.on_loss = log.stopped
     if world.rank == 0:

@@ -73,7 +73,6 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
     (["--reference", "fish"], ["--reference fish: use names out of lookup, smear", "all, or none"]),
     (["--preset", "huge"], ["--preset huge", "speedrun, corpus, single, cpu"]),
     (["--timetable", "9" * 5000], ["--timetable 999", "from 1 to 4,096"]),
-    (["--head_share", "0.5"], ["--head_share 0.5 --softmax_tokens 0: it is a share of the parts"]),
 ])
 def test_bad_settings(arguments, parts):
     with pytest.raises(UserError) as error:

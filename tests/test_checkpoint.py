@@ -7,6 +7,7 @@ import threading
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from checkpoint_worker import MOMENTS
@@ -92,6 +93,7 @@ def test_one_two_and_four_ranks_go_on_from_each_other(runs):
 
 GROUPS = (("matrices", train_gpt.NorMuon, [(8, 4)] * 5, {"matrix_lr": [1.0] * 5}),
           ("tables", train_gpt.Adam, [(7, 5), (64, 3)], {}),
+          ("tokens", train_gpt.Adam, [(60, 32), (60, 32)], {"shared": True}),
           ("scalars", train_gpt.Adam, [(3,)], {"replicated": True}))
 
 
@@ -108,7 +110,8 @@ def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fil
     averaged = [updates.Averaged(shards[name].weight, None, 5.0) for name in ("matrices", "tables")]
     averages = updates.Averages(averaged, 20, 5, 1, 0.5, 4)
     for shard in shards.values() if fill else ():
-        for x in (*checkpoint.buffers(shard, averages).values(), shard.steps):
+        more = [shard.shared.second] if getattr(shard, "shared", None) else []
+        for x in (*checkpoint.buffers(shard, averages).values(), shard.steps, *more):
             x.copy_(torch.randint(-999, 999, x.shape))
         if isinstance(shard, train_gpt.Adam):
             shard.grads.copy_(torch.randint(-9, 9, shard.grads.shape))
@@ -151,6 +154,7 @@ def pieces_of(trainers, monkeypatch):
 def test_state_survives_other_numbers_of_ranks(monkeypatch, dtype, listed):
     """From 1 rank to 2, 4 and 1 again: every bit of it, mantissas and gradients included."""
     monkeypatch.setattr(checkpoint, "PART", 20)
+    monkeypatch.setattr(train_gpt, "gpt2_features", lambda: np.arange(150).reshape(50, 3) // 5)
     trainers = [made_up_trainer(0, 1, dtype, listed, fill=True)]
     first, found = pieces_of(trainers, monkeypatch)
     assert first["tables/0/average@0"].any() and "scalars/0/average@0" not in first
@@ -175,6 +179,7 @@ def test_state_survives_other_numbers_of_ranks(monkeypatch, dtype, listed):
 
 def test_columns_that_were_moved_at_different_times_are_brought_to_one(monkeypatch):
     """A rank whose columns had no gradient has not noted an update. Joined, their mean squares shrink."""
+    monkeypatch.setattr(train_gpt, "gpt2_features", lambda: np.zeros((60, 3), int))
     trainers = [made_up_trainer(rank, 2, torch.float32, False, fill=True) for rank in range(2)]
     before = [trainer.optimizer.shards["rows"].table for trainer in trainers]
     before[1].last[3] = 1.0

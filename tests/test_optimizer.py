@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY, process
@@ -11,6 +12,7 @@ from conftest import TINY, process
 import train_gpt
 from kernels import attention, embedding, mlp, ngrams
 from kernels import optimizer as updates
+from kernels.optimizer.shared_updates import OWN, SHARES
 from kernels.ranks.collectives import Collectives
 from kernels.ranks.timetable import UPDATE
 from kernels.ranks.world import RankError, hash_bits
@@ -85,6 +87,32 @@ def test_adam_against_its_textbook(config, cautious, betas):
         mine = [step[i] for step in grads]
         expected = plain_adam(before[i], mine, 0.7 * 0.3, betas, 0.7 * 0.02 * 5.0, cautious)
         torch.testing.assert_close(p, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tokens_with_a_feature_in_common_move_together(config, monkeypatch):
+    """By a textbook: each row is a sum of its own and three of its features, with updates of their own."""
+    torch.manual_seed(0)
+    features = np.stack([np.arange(50) // 2, np.arange(50) // 5, np.zeros(50, int)], 1)
+    monkeypatch.setattr(train_gpt, "gpt2_features", lambda: features)
+    params = [torch.nn.Parameter(torch.randn(60, 16)) for _ in range(2)]
+    before = [p.detach().clone() for p in params]
+    grads = [[torch.randn_like(p) for p in params] for _ in range(4)]
+    group = train_gpt.Group("some", params, ["embedding"] * 2, 0.3, (0.8, 0.95), 0.0, train_gpt.Adam)
+    alone = run_shard(replace(group, params=[torch.nn.Parameter(x.clone()) for x in before]), config, grads)
+    together = run_shard(replace(group, shared=True), config, grads)
+    assert OWN + sum(SHARES) == pytest.approx(1)
+    for i, p in enumerate(before):
+        wanted = p + OWN * (alone[i] - p)
+        for share, column in zip(SHARES, features.T):
+            # Rows 50 to 59 are of no token, and of features of their own.
+            for rows in [*map(np.flatnonzero, column == np.unique(column)[:, None]), *range(50, 60)]:
+                squares = 0.0
+                for step, grad in enumerate(grads, 1):
+                    total = grad[i][rows].reshape(-1, 16).sum(0)
+                    squares += 0.05 * 0.95 ** -step * total.view(2, 8).square().mean(1)
+                    size = (squares * 0.95 ** step / (1 - 0.95 ** step)).sqrt().repeat_interleave(8)
+                    wanted[rows] -= 0.7 * 0.3 * share * total / size
+        torch.testing.assert_close(together[i], wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_adam_keeps_its_state_from_what_is_not_finite():

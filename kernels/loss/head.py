@@ -111,19 +111,18 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, head: Tensor, log_odds: Tensor | None, targets: Tensor, all_wanted: Targets,
                 fp8: bool, candidate_weights: Tensor | None, grad: Gradient | None) -> tuple[Tensor, Tensor]:
-        ctx.fp8, ctx.grad, wanted, trains = fp8, grad, any(ctx.needs_input_grad), ctx.needs_input_grad[1]
+        ctx.fp8, ctx.grad, wanted = fp8, grad, any(ctx.needs_input_grad)
         weights = all_wanted.weights
         logits_grad = transposed = scale = share = None
         if fp8:
             scales = HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE
             scales = [torch.full((), s, device=x.device) for s in scales]
-            x8, x8_transposed = quantize(x, scales[0], both=trains)
+            x8, x8_transposed = quantize(x, scales[0], both=wanted)
             head8, head8_transposed = quantize(head, scales[1], both=wanted)
             logits = fp8_matmul(x8, head8.T, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, fast=True)
             if wanted:
                 scale, logits_grad = scales[2], torch.empty_like(logits, dtype=torch.float8_e5m2)
-                if trains:
-                    transposed = torch.empty(logits.shape[::-1], dtype=logits_grad.dtype, device=x.device)
+                transposed = torch.empty(logits.shape[::-1], dtype=logits_grad.dtype, device=x.device)
                 kept = logits_grad, transposed, x8_transposed, head8_transposed
         else:
             logits = F.linear(x, head)
@@ -140,17 +139,15 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, outer: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (weights, share, *kept), trains = ctx.saved_tensors, ctx.needs_input_grad[1]
+        weights, share, *kept = ctx.saved_tensors
         rest = None if share is None else -outer * weights[0] * share, *[None] * 5
         if not ctx.fp8:
             logits_grad, x, head = kept
             x_grad = logits_grad @ head * outer
-            return x_grad, deliver(logits_grad.T @ x * outer, ctx.grad) if trains else None, *rest
+            return x_grad, deliver(logits_grad.T @ x * outer, ctx.grad), *rest
         logits_grad, transposed, x8_transposed, head8_transposed = kept
         scale, grad = outer * HEAD_GRADIENT_SCALE, ctx.grad
         x_grad = fp8_matmul(logits_grad, head8_transposed.T, scale, HEAD_WEIGHT_SCALE, fast=False)
-        if not trains:
-            return x_grad, None, *rest
         over = None if grad is None or grad.accumulate else grad.buffer  # the matmul may write there itself
         head_grad = fp8_matmul(transposed, x8_transposed.T, scale, HEAD_INPUT_SCALE, fast=False, out=over)
         return x_grad, deliver(head_grad, grad) if over is None else None, *rest

@@ -41,22 +41,14 @@ def sampled_head_loss(
     wanted: Targets,
     candidates: Tensor,  # (parts, c) int32, each ascending: of each of so many equal parts of the tokens
     fp8: bool,
-    share: float = 1.0,  # of the parts, at least one: those that train the head, also for the others
 ) -> tuple[Tensor, Tensor]:
     """Both losses of `head_loss`, each part's over its own sample of the head's rows, and their sums."""
-    count = len(candidates)
-    trained = max(round(share * count), 1)
-
-    def of_part(i: int, x: Tensor, wanted: Targets) -> tuple[Tensor, Tensor]:
-        rows = lookup(head, already_sorted(candidates[i]))
-        if i >= trained:
-            rows = rows.detach()        # which also saves the matmul that makes their gradient
-        elif trained < count and rows.requires_grad:
-            rows.register_hook(lambda gradient: gradient * (count / trained))
-        targets, counts = among_candidates(wanted.targets, candidates[i], len(head))
+    def of_part(x: Tensor, wanted: Targets, sample: Tensor) -> tuple[Tensor, Tensor]:
+        rows = lookup(head, already_sorted(sample))
+        targets, counts = among_candidates(wanted.targets, sample, len(head))
         return head_loss(x, rows, wanted._replace(targets=targets), fp8, counts)
 
-    if count == 1:      # A chunk's gradient would be copied.
-        return of_part(0, x, wanted)
-    training, next_token = zip(*map(of_part, range(count), x.chunk(count), wanted.parts(count)))
+    if (count := len(candidates)) == 1:     # A chunk's gradient would be copied.
+        return of_part(x, wanted, candidates[0])
+    training, next_token = zip(*map(of_part, x.chunk(count), wanted.parts(count), candidates))
     return sum(training), sum(next_token)

@@ -1,5 +1,11 @@
 """What a run says of itself: the groups' rates, the first lines on the console, the FLOP of a token."""
+import sys
+import time
+from pathlib import Path
+
 from kernels.ranks.timetable import UPDATE, Transfer, timetable, timetable_text
+from records.run import settings
+from records.run.machine import machine_facts
 
 
 def rates(groups) -> list[dict[str, object]]:
@@ -48,18 +54,21 @@ def parameter_count(model) -> int:
     return sum(p.numel() for p in model.parameters()) + model.ngrams.numbers_elsewhere()
 
 
-def run_facts(trainer) -> dict[str, object]:
-    """What the log's header and the first lines of a run say of the model and the data."""
-    config, model, loader = trainer.config, trainer.model, trainer.loader
+def run_facts(trainer, resumed=None) -> dict[str, object]:
+    """What the log's header says; `resumed`: the checkpoint that the run goes on from."""
+    config, model, loader, world = trainer.config, trainer.model, trainer.loader, trainer.world
     return {
+        "command": sys.argv, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "preset": config.preset, "seed": config.seed, "target": config.target,
-        "world_size": trainer.world.size,
+        "world_size": world.size,
         "attention": model.attention_backend, "attention_note": model.attention_note,
         "dtype": str(model.dtype), "fp8": bool(model.fp8), "fp8_parts": model.fp8,
         "parameters": parameter_count(model), "vocabulary": config.padded_vocab,
         "shards": len(loader.plan.text), "epochs": loader.epochs,
         "candidates": list(loader.candidates.values()),     # in the order of the schedule
-        "groups": rates(trainer.optimizer.groups)}
+        "groups": rates(trainer.optimizer.groups),
+        **world.found, **machine_facts(world.device, world.size), **(resumed.facts() if resumed else {}),
+        "config": settings.flat(config) | {"data_path": Path(config.data_path).name}}
 
 
 def ngram_facts(optimizer) -> dict[str, int]:

@@ -1,7 +1,6 @@
 """What a run says while it trains: one progress bar, a log line for each step, and the summary."""
 import math
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +18,6 @@ class Diverged(Exception):
     """A loss that is not finite. The message says at which step, and what to try."""
 
 
-class StepFacts(NamedTuple):
-    """What the report says about a step beside its loss and its time."""
-    index: int                  # from 0
-    tokens: int                 # of the whole step, on all ranks
-    flops: float                # of the whole step, on all ranks
-    lr: float                   # the multiplier of every group's learning rate
-    momentum: float
-    windows: tuple[int, int]    # short and long, in blocks
-
-
 class Report:
     """The console's one progress bar and a log line for each step.
 
@@ -40,7 +29,7 @@ class Report:
         self.log, self.clock, self.device, self.rank, self.ranks = log, clock, device, rank, ranks
         # One buffer for all steps is made here, because pinning memory during the run can wait for the GPU.
         self.losses = torch.empty(steps, pin_memory=device.type == "cuda")
-        self.pending: deque[tuple[StepFacts, Lap]] = deque()
+        self.pending: deque[tuple[object, float, Lap]] = deque()
         self.step_ms: list[float] = []
         self.scores: dict[str, float] = {}      # of other texts, after the run
         self.lines: list[str] = []              # what a person reads behind the run
@@ -49,30 +38,33 @@ class Report:
         self.peak = peak_flops(device)
         self.bar = tqdm(total=steps, unit="step", disable=rank > 0, dynamic_ncols=True, mininterval=0.5)
 
-    def add(self, step: StepFacts, loss: Tensor) -> None:
-        """A step has been launched, and `loss` (0-dim, on the device) will be its training loss."""
+    def add(self, step, flops: float, loss: Tensor) -> None:
+        """A `train_gpt.Step` of so many FLOP on all ranks has been launched.
+
+        `loss` (0-dim, on the device) will be its training loss.
+        """
         self.losses[step.index].copy_(loss, non_blocking=True)
-        self.pending.append((step, self.clock.lap()))
-        while self.pending and self.pending[0][1].ready():
+        self.pending.append((step, flops, self.clock.lap()))
+        while self.pending and self.pending[0][2].ready():
             self.log_oldest()
 
     def log_oldest(self) -> None:
         """Log the oldest pending step; raises Diverged if its loss is not finite."""
-        step, lap = self.pending.popleft()
+        step, flops, lap = self.pending.popleft()
         if not lap.ready():
             lap.end.synchronize()
         self.loss, ms = self.losses[step.index].item(), lap.ms()
         self.check_finite(f"step {step.index + 1}: the training loss", self.loss, "stopped before its update")
         self.tokens_before = self.tokens_before if self.step_ms else self.tokens
-        self.tokens += step.tokens
+        self.tokens += step.batch_tokens
         self.steps_done = step.index + 1
         self.step_ms.append(ms)
         self.log.write("step", step=step.index + 1, loss=self.loss, lr=step.lr, momentum=step.momentum,
                        windows=step.windows, tokens=self.tokens, ms=round(ms, 3))
-        mfu = f"{step.flops / ms * 1e3 / self.peak / self.ranks:.0%}" if self.peak else "n/a"
+        mfu = f"{flops / ms * 1e3 / self.peak / self.ranks:.0%}" if self.peak else "n/a"
         validation = {} if math.isnan(self.validation_loss) else {"val": f"{self.validation_loss:.4f}"}
-        self.bar.set_postfix(loss=f"{self.loss:.4f}", **validation, tok_s=f"{step.tokens / ms * 1e3:,.0f}",
-                             MFU=mfu, refresh=False)
+        self.bar.set_postfix(loss=f"{self.loss:.4f}", **validation, MFU=mfu,
+                             tok_s=f"{step.batch_tokens / ms * 1e3:,.0f}", refresh=False)
         self.bar.update()
 
     def check_finite(self, what: str, loss: float, done: str = "nothing is scored") -> None:

@@ -139,24 +139,20 @@ def test_sampled_softmax_is_the_full_one_on_average():
 
 @pytest.mark.parametrize("function, fp8", [
     (head_loss_reference, False), (head_loss, False), (head_loss, True)])
-def test_parts_are_as_if_alone_and_a_share_of_them_trains_the_head(function, fp8):
-    """The gradient of these counts for all. The losses and x's gradient are those of all parts."""
+def test_parts_are_as_if_alone(function, fp8):
     x, head, wanted, _ = head_inputs(48, 32, 320, 3, False)
     wanted = wanted._replace(mixture=mixture(48))
     parts, generator = wanted.parts(3), np.random.default_rng(0)
-    drawn = [sample_candidates(part.targets.cpu().numpy(), 200, 320, generator) for part in parts]
+    drawn = [sample_candidates(part.targets.cpu().numpy(), 208, 320, generator) for part in parts]
     candidates = torch.from_numpy(np.stack(drawn)).to(DEVICE)
 
-    def run(x, wanted, candidates, share=1.0) -> tuple[torch.Tensor, ...]:
-        total, next_token = sampled_head_loss(
-            function, lookup_reference, x, head, wanted, candidates, fp8, share)
+    def run(x, wanted, candidates) -> tuple[torch.Tensor, ...]:
+        total, next_token = sampled_head_loss(function, lookup_reference, x, head, wanted, candidates, fp8)
         return total, next_token, *torch.autograd.grad(3 * total, (x, head))
 
-    whole, third = run(x, wanted, candidates), run(x, wanted, candidates, 0.34)
+    whole = run(x, wanted, candidates)
     alone = [run(x.detach()[16 * i:][:16].requires_grad_(), part, candidates[i:i + 1])
              for i, part in enumerate(parts)]
-    assert all(map(same_bits, whole[:3], third[:3]))
     tolerance = 1e-2 if DEVICE.type == "cuda" else 1e-5
     for i, join in enumerate((sum, sum, torch.cat, sum)):
         assert error(whole[i].detach(), join([part[i].detach().double() for part in alone])) < tolerance
-    assert error(third[3], 3 * alone[0][3].double()) < tolerance

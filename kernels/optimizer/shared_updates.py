@@ -1,0 +1,125 @@
+"""Tokens that have a feature in common share part of their updates, so that rare ones learn from common ones.
+
+    u_t = 0.4 adam(g_t) + Σ share_f · s_f / √(mean of s_f²),    s_f = Σ of g over all tokens with feature f
+
+g_t is the gradient of token t's row in a table of tokens: the embedding, the head or a value embedding. The
+features of GPT-2's tokens are their class, their stem and their form (data/classes.py), with shares of 0.3,
+0.15 and 0.15. It is as if each row were a sum of four, its own and one for each feature, and each of them had
+an Adam of its own; fastText has such sums (Bojanowski et al., arXiv 1607.04606). But no such row is stored:
+its updates are added to the token's own. A feature has no first moment, and 8 columns share a mean square.
+
+Ranks update rows of their own, while the tokens of a feature may lie on any of them. So each step the ranks
+exchange their gradients' rows for columns, and the shared updates back.
+"""
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.embedding import add_rows, add_rows_reference, lookup
+from kernels.example import Example
+from kernels.ranks.collectives import wait
+
+OWN, SHARES = 0.4, (0.3, 0.15, 0.15)    # of a token's own gradient; of its class, its stem and its form
+BLOCK = 8                               # neighbouring columns that share a mean square
+
+
+class Features(NamedTuple):
+    """The features of all tokens, numbered from 0, and their tokens."""
+    of_token: Tensor    # (tokens, features of a token) int64
+    rows: Tensor        # (tokens times features of a token,) int64, ascending: features …
+    tokens: Tensor      # … and which token has each
+    count: int
+
+
+def number_features(features: np.ndarray, rows: int, device: torch.device) -> Features:
+    """Of `features` (tokens, n) equal ones in a column are one. Further rows of a table have their own."""
+    alone = np.arange(len(features), rows)[:, None].repeat(features.shape[1], 1)
+    numbered, count = [], 0
+    for column in np.vstack([features, alone]).T:
+        values, place = np.unique(column, return_inverse=True)
+        numbered.append(place + count)
+        count += len(values)
+    of_token = np.stack(numbered, 1)
+    order = np.argsort(of_token, axis=None, kind="stable")
+    whole = (of_token, of_token.flatten()[order], order // features.shape[1])
+    return Features(*(torch.from_numpy(x).to(device) for x in whole), count)
+
+
+def feature_sums(add: Callable, grads: Tensor, features: Features) -> Tensor:
+    """Sums (tables, features, columns) of grads (tables, tokens, columns). `add` is `add_rows` or its
+    reference."""
+    sums = grads.new_zeros(len(grads), features.count, grads.shape[2])
+    for into, grad in zip(sums, grads):
+        add(into, grad, features.rows, features.tokens)
+    return sums
+
+
+def shared_update(sums: Tensor, of_token: Tensor, second: Tensor, steps: Tensor, finite: Tensor,
+                  beta: float) -> Tensor:
+    """What features add to their tokens' updates, (tables, tokens, columns) of the dtype of `sums`.
+
+    `sums` (tables, features, columns) and `of_token` (tokens, n) are as above; `second` (blocks of columns,
+    tables, features) float32, the running mean squares, changes in place. `steps` and `finite`: as in Adam,
+    before it counts this step.
+    """
+    blocks = torch.where(finite, sums, 0).float().unflatten(2, (len(second), -1))
+    second.lerp_(blocks.square().mean(3).permute(2, 0, 1), 1 - beta)
+    size = (second / (1 - beta ** (steps + 1))).sqrt() + 1e-10
+    normed = (blocks / size.permute(1, 2, 0)[..., None]).flatten(2)
+    return sum(share * normed[:, feature] for share, feature in zip(SHARES, of_token.T)).to(sums.dtype)
+
+
+class SharedUpdates:
+    """The features' part of a group's updates."""
+
+    def __init__(self, features: np.ndarray, tables: list[Tensor], world):
+        """Of tables (rows, width) of tokens whose `features` are (tokens, 3): equal ones in a column are one.
+
+        `world`: the program's ranks and device.
+        """
+        self.tables, self.collectives, (rows, width) = len(tables), world.collectives, tables[0].shape
+        self.features = number_features(features, rows, world.device)
+        self.columns = width // self.collectives.size
+        blocks = self.columns // math.gcd(self.columns, BLOCK)
+        # Columns come first, so that those of all ranks are one tensor's parts, as a checkpoint takes them.
+        self.second = torch.zeros(blocks, self.tables, self.features.count, device=world.device)
+
+    def update(self, ops, grad: Tensor, steps: Tensor, finite: Tensor, beta: float) -> Tensor:
+        """Of this rank's rows (numbers,), like `grad`, their summed gradient. `ops`: the program's."""
+        ranks, columns = self.collectives.size, self.columns
+        rows = grad.view(self.tables, -1, ranks, columns)
+        from_ranks = self.exchange(rows.permute(2, 0, 1, 3))    # (ranks, tables, rows of each, columns)
+        grads = from_ranks.transpose(0, 1).flatten(1, 2)
+        add = add_rows if ops.lookup is lookup else add_rows_reference
+        sums = feature_sums(add, grads, self.features)
+        shared = ops.shared_update(sums, self.features.of_token, self.second, steps, finite, beta)
+        to_ranks = shared.unflatten(1, (ranks, -1)).transpose(0, 1)
+        return self.exchange(to_ranks).permute(1, 2, 0, 3).flatten()
+
+    def exchange(self, parts: Tensor) -> Tensor:
+        """Part r of (ranks, …) goes to rank r; returns what came from each."""
+        if self.collectives.size == 1:
+            return parts
+        sent = parts.flatten(0, 1).contiguous()
+        received = torch.empty_like(sent)
+        wait(self.collectives.all_to_all(received, sent))
+        return received.view(parts.shape)
+
+
+def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    """The sums of a table; a token has three features."""
+    def inputs(rows: int, width: int, features: np.ndarray) -> tuple:
+        return torch.randn(1, rows, width, device=device).to(dtype), number_features(features, rows, device)
+
+    rows, width = (50304, 768) if size == "real" else (70, 24)
+    # As many tokens of a feature as GPT-2's tokens of a class, a stem and a form have in the mean.
+    features = np.stack([np.arange(rows) * 2 // 3, np.arange(rows) * 3 // 7, np.arange(rows) // 13], 1)
+    yield Example(
+        "sums over tokens of like spelling", f"{rows:,} × {width}", partial(inputs, rows, width, features),
+        partial(feature_sums, add_rows), partial(feature_sums, add_rows_reference),
+        bytes=2.0 * width * (2 * features.size + rows))
