@@ -232,8 +232,8 @@ class Config:
     average_every: Positive = 5     # steps
     average_share: Share = 0.65     # of the average in the mixture
     cautious: bool = True   # Decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154).
-    # Tokens of like spelling share part of their updates (kernels/optimizer/shared_updates.py). Worth 0.014
-    # on `val`, 0.017 and 0.020 on two other texts, by one pair of runs.
+    # Tokens of like spelling share part of their updates (kernels/optimizer/shared_updates.py). A prototype
+    # was worth 0.014 on `val`, 0.017 and 0.023 on two other texts, by one pair of runs.
     shared_updates: bool = False    # of GPT-2's tokens alone
 
     # ---- Validation
@@ -293,8 +293,7 @@ PRESETS = {
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", data_path="", keep_tails=True, micro_batches=4, ngram_rows=268_435_456,
         ngram_classes=True, near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8,
-        final_lr=0.25, shared_updates=True, softmax_tokens=16_384, steps=1380,
-        score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
+        final_lr=0.25, steps=1380, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,
@@ -342,7 +341,8 @@ class Ops(NamedTuple):
     newton_schulz: Callable
     neuron_update: Callable
     adam_update: Callable
-    shared_update: Callable         # what tokens of like spelling add to each other's updates
+    feature_update: Callable        # of what tokens of like spelling share
+    spread: Callable                # from features to their tokens
     row_adam: Callable              # Adam on the rows of the n-gram table that were read
 
 
@@ -358,8 +358,8 @@ def references(compile: Callable = lambda function: function) -> Ops:
         copy_inputs=compile(copying.project), pointer_sums=copying.pointer_sums_reference,
         head_loss=compile(loss.head_loss_reference), nesterov_momentum=compile(updates.nesterov_momentum),
         newton_schulz=compile(updates.newton_schulz_reference), neuron_update=compile(updates.neuron_update),
-        adam_update=compile(updates.adam_update), shared_update=compile(updates.shared_update),
-        row_adam=compile(updates.row_adam_reference))
+        adam_update=compile(updates.adam_update), feature_update=compile(updates.feature_update),
+        spread=compile(updates.spread), row_adam=compile(updates.row_adam_reference))
 
 
 def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ...]]:
@@ -734,15 +734,16 @@ class Shard:
     def state(self) -> list[Tensor]:
         """All that a step changes."""
         own = [self.weight] if self.weight is not self.weights else []
-        return [x for x in (self.weights, *own, self.grads, self.mantissa_bits, self.momentum, self.second,
-                            self.steps, self.shared and self.shared.second) if x is not None]
+        own += self.shared.moments if self.shared else []
+        return [x for x in (self.weights, *own, self.grads, self.mantissa_bits,
+                            self.momentum, self.second, self.steps) if x is not None]
 
 
 class Adam(Shard):
     """Adam. Every rank updates an equal part of each parameter, or all of a replicated one."""
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, momentum_beta: Tensor) -> None:
-        shared = self.shared and self.shared.update(ops, self.grad, self.steps, finite, self.group.betas[1])
+        shared = self.shared and self.shared.update(ops, self.grad, self.steps, finite, self.group.betas)
         ops.adam_update(
             updates.Master(self.weight, self.mantissa_bits), self.grad, self.momentum, self.second,
             self.steps, self.group.rule(finite, lr, self.config.cautious), self.group.betas, shared)

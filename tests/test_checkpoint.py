@@ -110,8 +110,8 @@ def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fil
     averaged = [updates.Averaged(shards[name].weight, None, 5.0) for name in ("matrices", "tables")]
     averages = updates.Averages(averaged, 20, 5, 1, 0.5, 4)
     for shard in shards.values() if fill else ():
-        more = [shard.shared.second] if getattr(shard, "shared", None) else []
-        for x in (*checkpoint.buffers(shard, averages).values(), shard.steps, *more):
+        for x in (*checkpoint.buffers(shard, averages).values(), shard.steps,
+                  *checkpoint.feature_moments(shard)):
             x.copy_(torch.randint(-999, 999, x.shape))
         if isinstance(shard, train_gpt.Adam):
             shard.grads.copy_(torch.randint(-9, 9, shard.grads.shape))

@@ -1,17 +1,16 @@
 """Tokens that have a feature in common share part of their updates, so that rare ones learn from common ones.
 
-    u_t = 0.4 adam(g_t) + Σ share_f · s_f / √(mean of s_f²),    s_f = Σ of g over all tokens with feature f
+    u_t = 0.4 adam(g_t) + Σ share_f · adam(s_f),    s_f = Σ of g over all tokens with feature f
 
 g_t is the gradient of token t's row in a table of tokens: the embedding, the head or a value embedding. The
 features of GPT-2's tokens are their class, their stem and their form (data/classes.py), with shares of 0.3,
 0.15 and 0.15. It is as if each row were a sum of four, its own and one for each feature, and each of them had
 an Adam of its own; fastText has such sums (Bojanowski et al., arXiv 1607.04606). But no such row is stored:
-its updates are added to the token's own. A feature has no first moment, and 8 columns share a mean square.
+its updates are added to the token's own.
 
 Ranks update rows of their own, while the tokens of a feature may lie on any of them. So each step the ranks
 exchange their gradients' rows for columns, and the shared updates back.
 """
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +24,6 @@ from kernels.example import Example
 from kernels.ranks.collectives import wait
 
 OWN, SHARES = 0.4, (0.3, 0.15, 0.15)    # of a token's own gradient; of its class, its stem and its form
-BLOCK = 8                               # neighbouring columns that share a mean square
 
 
 class Features(NamedTuple):
@@ -59,19 +57,24 @@ def feature_sums(add: Callable, grads: Tensor, features: Features) -> Tensor:
     return sums
 
 
-def shared_update(sums: Tensor, of_token: Tensor, second: Tensor, steps: Tensor, finite: Tensor,
-                  beta: float) -> Tensor:
-    """What features add to their tokens' updates, (tables, tokens, columns) of the dtype of `sums`.
+def feature_update(sums: Tensor, first: Tensor, second: Tensor, steps: Tensor, finite: Tensor,
+                   betas: tuple[float, float]) -> Tensor:
+    """Adam's update of each feature, (tables, features, columns) of the dtype of `sums`, their gradients.
 
-    `sums` (tables, features, columns) and `of_token` (tokens, n) are as above; `second` (blocks of columns,
-    tables, features) float32, the running mean squares, changes in place. `steps` and `finite`: as in Adam,
-    before it counts this step.
+    The moments, float32 like `sums` in shape, change in place. `steps` and `finite`: as in Adam, before it
+    counts this step.
     """
-    blocks = torch.where(finite, sums, 0).float().unflatten(2, (len(second), -1))
-    second.lerp_(blocks.square().mean(3).permute(2, 0, 1), 1 - beta)
-    size = (second / (1 - beta ** (steps + 1))).sqrt() + 1e-10
-    normed = (blocks / size.permute(1, 2, 0)[..., None]).flatten(2)
-    return sum(share * normed[:, feature] for share, feature in zip(SHARES, of_token.T)).to(sums.dtype)
+    sums, count, dtype = torch.where(finite, sums, 0).float(), steps + 1, sums.dtype
+    second.lerp_(sums.square(), 1 - betas[1])
+    first.lerp_(sums, 1 - betas[0])
+    size = (second / (1 - betas[1] ** count)).sqrt() + 1e-10
+    return (first / (1 - betas[0] ** count) / size).to(dtype)
+
+
+def spread(moved: Tensor, of_token: Tensor) -> Tensor:
+    """What features add to their tokens' updates: (tables, tokens, columns) like `moved` of each feature."""
+    parts = (share * moved[:, feature].float() for share, feature in zip(SHARES, of_token.T))
+    return sum(parts).to(moved.dtype)
 
 
 class SharedUpdates:
@@ -80,16 +83,15 @@ class SharedUpdates:
     def __init__(self, features: np.ndarray, tables: list[Tensor], world):
         """Of tables (rows, width) of tokens whose `features` are (tokens, 3): equal ones in a column are one.
 
-        `world`: the program's ranks and device.
+        `world`: the program's ranks.
         """
         self.tables, self.collectives, (rows, width) = len(tables), world.collectives, tables[0].shape
-        self.features = number_features(features, rows, world.device)
+        self.features, device = number_features(features, rows, tables[0].device), tables[0].device
         self.columns = width // self.collectives.size
-        blocks = self.columns // math.gcd(self.columns, BLOCK)
-        # Columns come first, so that those of all ranks are one tensor's parts, as a checkpoint takes them.
-        self.second = torch.zeros(blocks, self.tables, self.features.count, device=world.device)
+        shape = self.tables, self.features.count, self.columns
+        self.moments = [torch.zeros(shape, device=device) for _ in range(2)]
 
-    def update(self, ops, grad: Tensor, steps: Tensor, finite: Tensor, beta: float) -> Tensor:
+    def update(self, ops, grad: Tensor, steps: Tensor, finite: Tensor, betas: tuple[float, float]) -> Tensor:
         """Of this rank's rows (numbers,), like `grad`, their summed gradient. `ops`: the program's."""
         ranks, columns = self.collectives.size, self.columns
         rows = grad.view(self.tables, -1, ranks, columns)
@@ -97,8 +99,8 @@ class SharedUpdates:
         grads = from_ranks.transpose(0, 1).flatten(1, 2)
         add = add_rows if ops.lookup is lookup else add_rows_reference
         sums = feature_sums(add, grads, self.features)
-        shared = ops.shared_update(sums, self.features.of_token, self.second, steps, finite, beta)
-        to_ranks = shared.unflatten(1, (ranks, -1)).transpose(0, 1)
+        moved = ops.feature_update(sums, *self.moments, steps, finite, betas)
+        to_ranks = ops.spread(moved, self.features.of_token).unflatten(1, (ranks, -1)).transpose(0, 1)
         return self.exchange(to_ranks).permute(1, 2, 0, 3).flatten()
 
     def exchange(self, parts: Tensor) -> Tensor:

@@ -106,10 +106,10 @@ def buffers(shard, averages) -> dict[str, Tensor]:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def mean_squares_of_features(shard) -> Tensor | None:
-    """This rank's part of one tensor, if the tokens of this group share updates."""
+def feature_moments(shard) -> list[Tensor]:
+    """This rank's columns of both, if the tokens of this group share updates."""
     shared = getattr(shard, "shared", None)
-    return shared.second if shared else None
+    return shared.moments if shared else []
 
 
 class Copy(NamedTuple):
@@ -138,8 +138,8 @@ def copy_state(trainer, steps_done: int) -> Copy:
                 tensors |= {f"{name}/{i}/{field}@{first}": x[own].flatten() for i, first, own in parts}
         if world.rank == 0:
             tensors[f"{name}/steps"] = shard.steps.clone()
-        if (second := mean_squares_of_features(shard)) is not None:
-            tensors[f"{name}/features@{world.rank * second.numel()}"] = second.flatten().clone()
+        for i, moment in enumerate(feature_moments(shard)):
+            tensors[f"{name}/moment {i} of features of rank {world.rank}"] = moment.clone()
         if pending and shard.weight.ndim == 1:
             for i, p in enumerate(shard.group.params):
                 tensors[f"{name}/{i}/grads of rank {world.rank}@0"] = p.grad.flatten().clone()
@@ -157,7 +157,7 @@ def copied_bytes(optimizer, config) -> int:
     for shard in optimizer.shards.values():
         if not hasattr(shard, "table"):
             copied += [*buffers(shard, optimizer.averages).values()]
-            copied += [x for x in [mean_squares_of_features(shard)] if x is not None]
+            copied += feature_moments(shard)
             copied += [shard.grads] * (pending and shard.weight.ndim == 1)
     return sum(x.nbytes for x in copied)
 
@@ -422,8 +422,10 @@ def restore_state(trainer, found: Found) -> None:
         for i, first, place in own_parts(shard, *own):
             for field, x in buffers(shard, optimizer.averages).items():
                 x[place].copy_(pieces.numbers(f"{name}/{i}/{field}", first, x[place]))
-        if (second := mean_squares_of_features(shard)) is not None:
-            second.copy_(pieces.numbers(f"{name}/features", world.rank * second.numel(), second))
+        for i, moment in enumerate(feature_moments(shard)):
+            columns = [pieces.tensor(f"{name}/moment {i} of features of rank {rank}")
+                       for rank in range(found.index["ranks"])]
+            moment.copy_(torch.cat(columns, -1).chunk(world.size, -1)[world.rank])
         for i, p in enumerate(shard.group.params):
             p.copy_(pieces.numbers(f"{name}/{i}/weight", 0, p))
             if pending and shard.weight.ndim == 1:
