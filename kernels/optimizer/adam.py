@@ -2,22 +2,29 @@
 
 There is no Triton here: `torch.compile` fuses the function into one kernel.
 """
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kernels.optimizer.master_weight import Master, Rule, apply_update
-from kernels.optimizer.shared_updates import OWN
+
+
+class Shared(NamedTuple):
+    """The part of an update that rows of a table share with like ones (shared_updates.py)."""
+    own: Tensor     # (rows,) float32: what is left of a row's own update
+    more: Tensor    # like the weight: what is added
 
 
 def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, steps: Tensor, rule: Rule,
-                betas: tuple[float, float], shared: Tensor | None = None) -> None:
+                betas: tuple[float, float], shared: Shared | None = None) -> None:
     """Update a weight (n,), its moments and the count of steps in place.
 
     Unless `rule.finite` the weight and the count stay, and the gradient counts as zero.
 
     `grad` (n,) has any dtype. `first` and `second` (n,) are float32: the running means of the gradient and of
-    its square. `steps` is 0-dim float32, the number of updates so far. ε is 1e-10. `shared`
-    (n,) is what the update shares with like tokens (shared_updates.py), which leaves less of its own.
+    its square. `steps` is 0-dim float32, the number of updates so far. ε is 1e-10. With
+    `shared` the weight is rows of tables, one after another.
     """
     grad = torch.where(rule.finite, grad, 0).float()
     steps.add_(rule.finite)
@@ -25,4 +32,6 @@ def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, ste
     first.lerp_(grad, 1 - betas[0])
     mean = first / (1 - betas[0] ** steps)
     update = mean / ((second / (1 - betas[1] ** steps)).sqrt() + 1e-10)
-    apply_update(weight, update if shared is None else OWN * update + shared, rule)
+    if shared:
+        update = (update.unflatten(0, (len(shared.own), -1)) * shared.own[:, None]).flatten() + shared.more
+    apply_update(weight, update, rule)

@@ -6,7 +6,8 @@ g_t is the gradient of token t's row in a table of tokens: the embedding, the he
 features of GPT-2's tokens are their class, their stem and their form (data/classes.py), with shares of 0.3,
 0.15 and 0.15. It is as if each row were a sum of four, its own and one for each feature, and each of them had
 an Adam of its own; fastText has such sums (Bojanowski et al., arXiv 1607.04606). But no such row is stored:
-its updates are added to the token's own.
+its updates are added to the token's own. A token that is alone with a feature keeps that share to itself,
+so only the 20,723 features that several tokens have need moments.
 
 Ranks update rows of their own, while the tokens of a feature may lie on any of them. So each step the ranks
 exchange their gradients' rows for columns, and the shared updates back.
@@ -21,30 +22,39 @@ from torch import Tensor
 
 from kernels.embedding import add_rows, add_rows_reference, lookup
 from kernels.example import Example
+from kernels.optimizer.adam import Shared
 from kernels.ranks.collectives import wait
 
-OWN, SHARES = 0.4, (0.3, 0.15, 0.15)    # of a token's own gradient; of its class, its stem and its form
+SHARES = 0.3, 0.15, 0.15    # of a token's class, its stem and its form in its update; the rest is its own
 
 
 class Features(NamedTuple):
-    """The features of all tokens, numbered from 0, and their tokens."""
-    of_token: Tensor    # (tokens, features of a token) int64
-    rows: Tensor        # (tokens times features of a token,) int64, ascending: features …
-    tokens: Tensor      # … and which token has each
+    """The features that several tokens have, numbered from 0, and these tokens."""
+    of_token: Tensor    # (tokens, features of a token) int64; 0 where a token is alone with its feature
+    shares: Tensor      # like it, float32: of the token's update; 0 where it is alone, which is its own share
+    rows: Tensor        # (pairs,) int32, ascending: features …
+    tokens: Tensor      # … and a token that has each, int64
     count: int
+
+    def own(self) -> Tensor:
+        """(tokens,) float32: the share of its own gradient in a token's update."""
+        return 1 - self.shares.sum(1)
 
 
 def number_features(features: np.ndarray, rows: int, device: torch.device) -> Features:
-    """Of `features` (tokens, n) equal ones in a column are one. Further rows of a table have their own."""
-    alone = np.arange(len(features), rows)[:, None].repeat(features.shape[1], 1)
-    numbered, count = [], 0
-    for column in np.vstack([features, alone]).T:
-        values, place = np.unique(column, return_inverse=True)
-        numbered.append(place + count)
-        count += len(values)
-    of_token = np.stack(numbered, 1)
-    order = np.argsort(of_token, axis=None, kind="stable")
-    whole = (of_token, of_token.flatten()[order], order // features.shape[1])
+    """Of `features` (tokens, n) equal ones in a column are one. Further rows of a table have none."""
+    of_token = np.zeros((rows, features.shape[1]), np.int64)
+    shares, count = np.zeros(of_token.shape, np.float32), 0
+    for number, share, share_of, column in zip(of_token.T, SHARES, shares.T, features.T):
+        _, place, tokens = np.unique(column, return_inverse=True, return_counts=True)
+        several = tokens > 1
+        known = slice(len(column))
+        share_of[known] = share * several[place]
+        number[known] = np.where(several, several.cumsum() - 1 + count, 0)[place]
+        count += int(several.sum())
+    token, level = shares.nonzero()
+    order = np.argsort(of_token[token, level], kind="stable")
+    whole = of_token, shares, of_token[token, level][order].astype(np.int32), token[order]
     return Features(*(torch.from_numpy(x).to(device) for x in whole), count)
 
 
@@ -71,9 +81,9 @@ def feature_update(sums: Tensor, first: Tensor, second: Tensor, steps: Tensor, f
     return (first / (1 - betas[0] ** count) / size).to(dtype)
 
 
-def spread(moved: Tensor, of_token: Tensor) -> Tensor:
+def spread(moved: Tensor, of_token: Tensor, shares: Tensor) -> Tensor:
     """What features add to their tokens' updates: (tables, tokens, columns) like `moved` of each feature."""
-    parts = (share * moved[:, feature].float() for share, feature in zip(SHARES, of_token.T))
+    parts = (share[:, None] * moved[:, feature] for share, feature in zip(shares.T, of_token.T))
     return sum(parts).to(moved.dtype)
 
 
@@ -87,12 +97,14 @@ class SharedUpdates:
         """
         self.tables, self.collectives, (rows, width) = len(tables), world.collectives, tables[0].shape
         self.features, device = number_features(features, rows, tables[0].device), tables[0].device
+        self.own = self.features.own().chunk(self.collectives.size)[world.rank].repeat(self.tables)
         self.columns = width // self.collectives.size
         shape = self.tables, self.features.count, self.columns
         self.moments = [torch.zeros(shape, device=device) for _ in range(2)]
 
-    def update(self, ops, grad: Tensor, steps: Tensor, finite: Tensor, betas: tuple[float, float]) -> Tensor:
-        """Of this rank's rows (numbers,), like `grad`, their summed gradient. `ops`: the program's."""
+    def update(self, ops, grad: Tensor, steps: Tensor, finite: Tensor,
+               betas: tuple[float, float]) -> Shared:
+        """For this rank's rows (numbers,) of which `grad` is the summed gradient. `ops`: the program's."""
         ranks, columns = self.collectives.size, self.columns
         rows = grad.view(self.tables, -1, ranks, columns)
         from_ranks = self.exchange(rows.permute(2, 0, 1, 3))    # (ranks, tables, rows of each, columns)
@@ -100,8 +112,9 @@ class SharedUpdates:
         add = add_rows if ops.lookup is lookup else add_rows_reference
         sums = feature_sums(add, grads, self.features)
         moved = ops.feature_update(sums, *self.moments, steps, finite, betas)
-        to_ranks = ops.spread(moved, self.features.of_token).unflatten(1, (ranks, -1)).transpose(0, 1)
-        return self.exchange(to_ranks).permute(1, 2, 0, 3).flatten()
+        spread = ops.spread(moved, self.features.of_token, self.features.shares)
+        to_ranks = spread.unflatten(1, (ranks, -1)).transpose(0, 1)
+        return Shared(self.own, self.exchange(to_ranks).permute(1, 2, 0, 3).flatten())
 
     def exchange(self, parts: Tensor) -> Tensor:
         """Part r of (ranks, …) goes to rank r; returns what came from each."""
