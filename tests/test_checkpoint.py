@@ -97,6 +97,12 @@ GROUPS = (("matrices", train_gpt.NorMuon, [(8, 4)] * 5, {"matrix_lr": [1.0] * 5}
           ("scalars", train_gpt.Adam, [(3,)], {"replicated": True}))
 
 
+@pytest.fixture(autouse=True)
+def few_features(monkeypatch):
+    """Of 50 tokens, as the tables here are not of GPT-2's."""
+    monkeypatch.setattr(train_gpt, "gpt2_features", lambda: np.arange(150).reshape(50, 3) // 5)
+
+
 def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fill: bool) -> SimpleNamespace:
     """What `copy_state` and `restore` need of a trainer: groups of every kind, with random or empty state."""
     torch.manual_seed(0)
@@ -154,7 +160,6 @@ def pieces_of(trainers, monkeypatch):
 def test_state_survives_other_numbers_of_ranks(monkeypatch, dtype, listed):
     """From 1 rank to 2, 4 and 1 again: every bit of it, mantissas and gradients included."""
     monkeypatch.setattr(checkpoint, "PART", 20)
-    monkeypatch.setattr(train_gpt, "gpt2_features", lambda: np.arange(150).reshape(50, 3) // 5)
     trainers = [made_up_trainer(0, 1, dtype, listed, fill=True)]
     first, found = pieces_of(trainers, monkeypatch)
     assert first["tables/0/average@0"].any() and "scalars/0/average@0" not in first
@@ -179,7 +184,6 @@ def test_state_survives_other_numbers_of_ranks(monkeypatch, dtype, listed):
 
 def test_columns_that_were_moved_at_different_times_are_brought_to_one(monkeypatch):
     """A rank whose columns had no gradient has not noted an update. Joined, their mean squares shrink."""
-    monkeypatch.setattr(train_gpt, "gpt2_features", lambda: np.zeros((60, 3), int))
     trainers = [made_up_trainer(rank, 2, torch.float32, False, fill=True) for rank in range(2)]
     before = [trainer.optimizer.shards["rows"].table for trainer in trainers]
     before[1].last[3] = 1.0
