@@ -174,8 +174,8 @@ class Config:
     # Where the model is scored, tokens that GPT-2's encoder never writes next have no probability
     # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
     canonical: bool = False
-    # So many tokens share a softmax's sample; fewer have fewer targets, which saves logits. 0: a micro-batch.
-    softmax_tokens: Count = 0       # 16,384 of 49,152 save 2.5% of a step.
+    # So many tokens share a softmax's sample; fewer have fewer targets, which saves logits. 0: all of them.
+    softmax_tokens: Count = 0       # 16,384 of 49,152 save 2.8% of a step.
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
@@ -341,7 +341,7 @@ class Ops(NamedTuple):
     newton_schulz: Callable
     neuron_update: Callable
     adam_update: Callable
-    feature_update: Callable        # of what tokens of like spelling share
+    feature_update: Callable        # Adam for each feature that tokens share
     spread: Callable                # from features to their tokens
     row_adam: Callable              # Adam on the rows of the n-gram table that were read
 

@@ -11,7 +11,7 @@ Each token has three features, and tokens that share one can learn from each oth
   much about a word's place in a sentence.
 
 Stems and forms are for `--shared_updates` (kernels/optimizer/shared_updates.py). The suffixes are a plain
-list of English ones: "ration" loses "ation", too. The file also has each token's bytes, for canonical.py.
+list of English ones: "ration" loses "ion", too. The file also has each token's bytes, for canonical.py.
 """
 import unicodedata
 from collections.abc import Hashable

@@ -103,7 +103,7 @@ def test_tokens_with_a_feature_in_common_move_together(config, monkeypatch):
     for i, p in enumerate(before):
         wanted = p + (1 - sum(SHARES)) * (alone[i] - p)
         for share, column in zip(SHARES, features.T):
-            # Rows 50 to 59 are of no token, and of features of their own.
+            # Rows 50 to 59 are of no token: all of their update is their own.
             for rows in [*map(np.flatnonzero, column == np.unique(column)[:, None]), *range(50, 60)]:
                 whole = [grad[i][rows].reshape(-1, 16).sum(0) for grad in grads]
                 start = torch.zeros(16)

@@ -11,8 +11,8 @@ from kernels.optimizer.master_weight import Master, Rule, apply_update
 
 
 class Shared(NamedTuple):
-    """The part of an update that rows of a table share with like ones (shared_updates.py)."""
-    own: Tensor     # (rows,) float32: what is left of a row's own update
+    """How rows of tables are updated that share with like rows (shared_updates.py)."""
+    own: Tensor     # (rows,) float32: the share of a row's own update
     more: Tensor    # like the weight: what is added
 
 
@@ -23,8 +23,8 @@ def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, ste
     Unless `rule.finite` the weight and the count stay, and the gradient counts as zero.
 
     `grad` (n,) has any dtype. `first` and `second` (n,) are float32: the running means of the gradient and of
-    its square. `steps` is 0-dim float32, the number of updates so far. ε is 1e-10. With
-    `shared` the weight is rows of tables, one after another.
+    its square. `steps` is 0-dim float32, the number of updates so far. ε is 1e-10. With `shared`
+    the weight is rows of tables, one after another.
     """
     grad = torch.where(rule.finite, grad, 0).float()
     steps.add_(rule.finite)

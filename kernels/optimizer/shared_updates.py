@@ -9,8 +9,8 @@ an Adam of its own; fastText has such sums (Bojanowski et al., arXiv 1607.04606)
 its updates are added to the token's own. A token that is alone with a feature keeps that share to itself,
 so only the 20,723 features that several tokens have need moments.
 
-Ranks update rows of their own, while the tokens of a feature may lie on any of them. So each step the ranks
-exchange their gradients' rows for columns, and the shared updates back.
+Ranks update rows of their own, while the tokens of a feature may lie on any of them. So in each update they
+trade rows of the gradients for columns, and columns of the shared updates for rows.
 """
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -71,8 +71,8 @@ def feature_update(sums: Tensor, first: Tensor, second: Tensor, steps: Tensor, f
                    betas: tuple[float, float]) -> Tensor:
     """Adam's update of each feature, (tables, features, columns) of the dtype of `sums`, their gradients.
 
-    The moments, float32 like `sums` in shape, change in place. `steps` and `finite`: as in Adam, before it
-    counts this step.
+    The moments, float32 and of the shape of `sums`, change in place. `steps` and `finite`: as in Adam, before
+    it counts this step.
     """
     sums, count, dtype = torch.where(finite, sums, 0).float(), steps + 1, sums.dtype
     second.lerp_(sums.square(), 1 - betas[1])
@@ -91,7 +91,7 @@ class SharedUpdates:
     """The features' part of a group's updates."""
 
     def __init__(self, features: np.ndarray, tables: list[Tensor], world):
-        """Of tables (rows, width) of tokens whose `features` are (tokens, 3): equal ones in a column are one.
+        """For tables (rows, width) of tokens. Of their `features` (tokens, 3) equal ones in a column are one.
 
         `world`: the program's ranks.
         """
@@ -109,11 +109,11 @@ class SharedUpdates:
         rows = grad.view(self.tables, -1, ranks, columns)
         from_ranks = self.exchange(rows.permute(2, 0, 1, 3))    # (ranks, tables, rows of each, columns)
         grads = from_ranks.transpose(0, 1).flatten(1, 2)
-        add = add_rows if ops.lookup is lookup else add_rows_reference
+        add = add_rows if ops.lookup is lookup else add_rows_reference      # as the look-ups' gradients
         sums = feature_sums(add, grads, self.features)
         moved = ops.feature_update(sums, *self.moments, steps, finite, betas)
-        spread = ops.spread(moved, self.features.of_token, self.features.shares)
-        to_ranks = spread.unflatten(1, (ranks, -1)).transpose(0, 1)
+        more = ops.spread(moved, self.features.of_token, self.features.shares)
+        to_ranks = more.unflatten(1, (ranks, -1)).transpose(0, 1)
         return Shared(self.own, self.exchange(to_ranks).permute(1, 2, 0, 3).flatten())
 
     def exchange(self, parts: Tensor) -> Tensor:
@@ -137,4 +137,4 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
     yield Example(
         "sums over tokens of like spelling", f"{rows:,} × {width}", partial(inputs, rows, width, features),
         partial(feature_sums, add_rows), partial(feature_sums, add_rows_reference),
-        bytes=2.0 * width * (2 * features.size + rows))
+        bytes=2.0 * width * (rows + sum(len(np.unique(feature)) for feature in features.T)))

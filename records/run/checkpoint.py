@@ -9,6 +9,7 @@ Tensors are cut by parameter and not by rank, so that other ranks find their par
     GROUP/i/weight@a                    numbers a, a + 1, … of parameter i of a group of the optimizer, flat;
                                         also mantissa_bits, momentum, second, average
     GROUP/i/grads of rank r@0           between two steps of one Adam update: what rank r has summed so far
+    GROUP/moment i of features of rank r    with --shared_updates: r's columns of the first (0) and second (1)
     GROUP/steps                         how many updates there were
     TABLE/rows of rank r/k              of the n-gram table, rows that have been updated: numbers, and in
                                         r's columns weight, second, last (see `TableState`)
