@@ -1153,8 +1153,8 @@ def run(config: Config, world: World, started: float) -> Report:
     if world.watchdog:
         world.watchdog.on_loss = log.stopped
     if world.rank == 0:
-        machine = f"{world.size} x {device_name(world.device)}"
-        print(explain.announcement(facts, machine), *prepare(trainer.model, trainer.schedule), sep="\n")
+        print(explain.announcement(facts, f"{world.size} x {device_name(world.device)}"),
+              *prepare(trainer.model, trainer.schedule), sep="\n")
     begin = time.time()
     with log, whole_caches():
         trainer.warm_up()
