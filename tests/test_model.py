@@ -328,7 +328,8 @@ def test_tokens_are_sorted_only_for_the_kernel_that_needs_it(trainer, monkeypatc
 @pytest.mark.parametrize("kernels", [QKV, {"smear": embedding.smear}], ids=["qkv", "smear"])
 def test_a_kernel_gives_the_model_its_references_gradients(trainer, kernels):
     model = trainer.model.float()       # bfloat16 on a GPU rounds by more than small sums of large terms are.
-    model.dtype, model.fp8 = torch.float32, ()      # FP8 is made of bfloat16 alone.
+    # On an H200 an FP8 head made of float32, which no run has, got gradients of NaN; the cause is not known.
+    model.dtype, model.fp8 = torch.float32, ()
     awake(model)
     batch, step = first_batch(trainer), trainer.schedule.at(0)
     plain = train_gpt.references()

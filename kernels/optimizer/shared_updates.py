@@ -25,6 +25,7 @@ from kernels.example import Example
 from kernels.optimizer.adam import Shared
 from kernels.ranks.collectives import wait
 
+add_several = partial(add_rows, once=False)     # A token's gradient is added to each of its features.
 SHARES = 0.3, 0.15, 0.15    # of a token's class, its stem and its form in its update; the rest is its own
 
 
@@ -109,7 +110,7 @@ class SharedUpdates:
         rows = grad.view(self.tables, -1, ranks, columns)
         from_ranks = self.exchange(rows.permute(2, 0, 1, 3))    # (ranks, tables, rows of each, columns)
         grads = from_ranks.transpose(0, 1).flatten(1, 2)
-        add = add_rows if ops.lookup is lookup else add_rows_reference      # as the look-ups' gradients
+        add = add_several if ops.lookup is lookup else add_rows_reference      # as the look-ups' gradients
         sums = feature_sums(add, grads, self.features)
         moved = ops.feature_update(sums, *self.moments, steps, finite, betas)
         more = ops.spread(moved, self.features.of_token, self.features.shares)
@@ -136,5 +137,5 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
     features = np.stack([np.arange(rows) * 2 // 3, np.arange(rows) * 3 // 7, np.arange(rows) // 13], 1)
     yield Example(
         "sums over tokens of like spelling", f"{rows:,} × {width}", partial(inputs, rows, width, features),
-        partial(feature_sums, add_rows), partial(feature_sums, add_rows_reference),
+        partial(feature_sums, add_several), partial(feature_sums, add_rows_reference),
         bytes=2.0 * width * (rows + sum(len(np.unique(feature)) for feature in features.T)))

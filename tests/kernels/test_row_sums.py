@@ -40,8 +40,10 @@ def test_add_rows_refuses_what_it_cannot_do():
     out, grad = random(9, 32), random(100, 32)
     rows, positions = sort_rows(torch.randint(9, (100,), device=DEVICE))[1:3]
     for name, arguments in (
-            ("grad", (out, grad[:, :5], rows, positions)), ("grad", (out, grad.double(), rows, positions)),
+            ("grad", (out, grad[:5], rows, positions)), ("grad", (out, grad.double(), rows, positions)),
             ("out", (out.mT, grad, rows, positions)), ("rows", (out, grad, rows, positions[:5])),
             ("out", (out[:1].expand(2 ** 30 + 1, 32), grad, rows, positions))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             add_rows(*arguments)
+    with pytest.raises(ValueError, match="grad must be"):
+        add_rows(out, grad[:, :5], rows, positions, once=False)
