@@ -1,11 +1,20 @@
-"""Classes of tokens, for n-grams that ignore case, accents and spaces: " The", "the" and "THE" are one.
+"""What GPT-2's tokens have in common, by their spelling: " The", "the" and "THE" are one word.
 
     python -m data.classes gpt2.tiktoken        # writes data/gpt2.npz anew from GPT-2's ranks
 
-The 50,257 tokens of GPT-2 fall into 32,993 classes. A table of n-grams then has fewer n-grams to hold. The
-idea is from the public speedrun's record 92. The file also has the bytes of each token, for canonical.py.
+Each token has three features, and tokens that share one can learn from each other:
+
+- its class: the text without case, accents and spaces around it. The 50,257 tokens fall into 32,993 classes.
+  N-grams can be of classes, so that a table has fewer to hold (record 92 of the public speedrun).
+- its stem: the class without a common suffix, so that "nation" and " Nations" share one; 21,670 stems.
+- its form: a space in front or not, capitals, and the suffix, or the last two letters; 3,946 forms. It says
+  much about a word's place in a sentence.
+
+Stems and forms are for `--shared_updates` (kernels/optimizer/shared_updates.py). The suffixes are a plain
+list of English ones: "ration" loses "ion", too. The file also has each token's bytes, for canonical.py.
 """
 import unicodedata
+from collections.abc import Hashable
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +24,9 @@ from data.errors import one_line_errors, tool_parser
 from data.vocabulary import read_ranks
 
 GPT2, GPT2_SIZE = Path(__file__).parent / "gpt2.npz", 50257
+SUFFIXES = sorted((
+    "'s s es ies ed ied edly ing ings er ers est ly y ion ions ation ations ment ments ness nesses al ally "
+    "ity ities e ful able ive ic ous ism ist ists ance ence ant ent").split(), key=len, reverse=True)
 
 
 def normalised(token: bytes) -> str | None:
@@ -27,19 +39,50 @@ def normalised(token: bytes) -> str | None:
     return "".join(letter for letter in letters if not unicodedata.combining(letter)) or None
 
 
-def token_classes(tokens: list[bytes]) -> np.ndarray:
-    """The class (n,) int32 of each token: the first token of the same normalised text, or itself."""
-    first: dict[str, int] = {}
-    texts = map(normalised, tokens)
-    classes = [i if text is None else first.setdefault(text, i) for i, text in enumerate(texts)]
-    return np.array(classes, np.int32)
+def without_suffix(text: str, least: int) -> tuple[str, str]:
+    """The text without its longest suffix that leaves `least` letters, and that suffix; "" for none."""
+    endings = (s for s in SUFFIXES if text.endswith(s) and len(text) - len(s) >= least)
+    suffix = next(endings, "")
+    return text.removesuffix(suffix), suffix
+
+
+def stem(text: str) -> str:
+    """What is left of a word of four letters or more; other text as it is."""
+    return without_suffix(text, 3)[0] if text.isalpha() and len(text) >= 4 else text
+
+
+def form(token: bytes, text: str) -> Hashable:
+    """How a token with this normalised text is written: what tokens of one form share beside a meaning."""
+    word, spaced = token.decode().strip(" "), token.startswith(b" ")
+    if text.isalpha():
+        case = "all" if word.isupper() and len(word) > 1 else "first" if word[:1].isupper() else "none"
+        return spaced, case, without_suffix(text, 2)[1] or text[-2:]
+    if text.isdigit():
+        return spaced, len(text)
+    return spaced, text[:1], text[-1:]
+
+
+def token_features(tokens: list[bytes]) -> np.ndarray:
+    """Class, stem and form (n, 3) int32 of each token: the first token with the same one, or itself."""
+    firsts: list[dict[Hashable, int]] = [{}, {}, {}]
+    features = np.arange(len(tokens), dtype=np.int32)[:, None].repeat(3, 1)
+    for i, token in enumerate(tokens):
+        if (text := normalised(token)) is not None:
+            found = text, stem(text), form(token, text)
+            features[i] = [first.setdefault(key, i) for first, key in zip(firsts, found)]
+    return features
 
 
 @lru_cache
-def gpt2_classes() -> np.ndarray:
-    """The class (50257,) int32 of each of GPT-2's tokens. The last one, which starts a document, is alone."""
+def gpt2_features() -> np.ndarray:
+    """Class, stem and form (50257, 3) int32 of each of GPT-2's tokens. The last one is like no other."""
     with np.load(GPT2, allow_pickle=False) as saved:
-        return saved["classes"].astype(np.int32)
+        return saved["features"].astype(np.int32)
+
+
+def gpt2_classes() -> np.ndarray:
+    """The class (50257,) int32 of each of GPT-2's tokens."""
+    return np.ascontiguousarray(gpt2_features()[:, 0])
 
 
 @lru_cache
@@ -57,10 +100,12 @@ def main() -> None:
     with one_line_errors(parser, "ranks") as options:
         ranks = read_ranks(options.ranks)
         tokens = sorted(ranks, key=ranks.get)
-        classes = np.append(token_classes(tokens), np.int32(len(tokens)))       # the start of a document
+        # The last row is the token that starts a document.
+        features = np.vstack([token_features(tokens), np.full(3, len(tokens), np.int32)])
         text, lengths = np.frombuffer(b"".join(tokens), np.uint8), np.array(list(map(len, tokens)), np.uint8)
-        np.savez_compressed(GPT2, classes=classes.astype(np.uint16), text=text, lengths=lengths)
-        print(f"{GPT2}: {len(classes):,} tokens, {len(np.unique(classes)):,} classes")
+        np.savez_compressed(GPT2, features=features.astype(np.uint16), text=text, lengths=lengths)
+        counts = ", ".join(f"{len(np.unique(feature)):,}" for feature in features.T)
+        print(f"{GPT2}: {len(features):,} tokens; classes, stems, forms: {counts}")
 
 
 if __name__ == "__main__":

@@ -112,16 +112,6 @@ class ShardedText:
     def tokens(self, shard: int) -> np.ndarray:
         return self.open(shard)[0]
 
-    def beginning(self, count: int) -> np.ndarray:
-        """The first `count` tokens (n,) uint16 of all shards, or all."""
-        parts, missing = [], count
-        for shard in range(len(self)):
-            parts.append(self.tokens(shard)[:missing])
-            missing -= len(parts[-1])
-            if not missing:
-                break
-        return np.concatenate(parts)
-
     def sequences(self, shard: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the shard's sequences start, (n,), and the lengths' sum before each and of all, (n + 1,)."""
         if (shard, cut) not in self.cuts:

@@ -9,8 +9,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from checkpoint_worker import start, train_gpt
+
+
+def parsed(settings: list[str]) -> train_gpt.Config:
+    """The settings with shared updates: as if bytes were tokens like GPT-2's, which have features."""
+    features = np.stack([np.arange(257) // 2, np.arange(257) // 10, np.arange(257) % 7], 1)
+    train_gpt.gpt2_features = lambda: features
+    return replace(train_gpt.parse(settings)[0], shared_updates=True)
 
 
 def whole(model: train_gpt.GPT) -> dict[str, torch.Tensor]:
@@ -25,7 +33,6 @@ def whole(model: train_gpt.GPT) -> dict[str, torch.Tensor]:
 def results(config: train_gpt.Config, world: train_gpt.World, steps: int) -> dict:
     """Losses, the parameters after each of the steps, and the validation loss at their end."""
     trainer = train_gpt.Trainer(config, world)
-    trainer.find_vectors(trainer.loader)
     losses, parameters = [], []
     for step in list(trainer.schedule)[:steps]:
         losses.append(trainer.step(step, trainer.loader.batches(step.index)).item())
@@ -36,7 +43,7 @@ def results(config: train_gpt.Config, world: train_gpt.World, steps: int) -> dic
 
 
 def run(rank: int, out: Path, steps: int, settings: list[str]) -> None:
-    config, world, found = train_gpt.parse(settings)[0], train_gpt.World(), {}
+    config, world, found = parsed(settings), train_gpt.World(), {}
     for overlap in (True, False):
         found[overlap] = results(replace(config, overlap=overlap, check_ranks=1), world, steps)
     torch.save(found, out / f"{world.size}-{rank}.pt")

@@ -93,8 +93,14 @@ def test_one_two_and_four_ranks_go_on_from_each_other(runs):
 
 GROUPS = (("matrices", train_gpt.NorMuon, [(8, 4)] * 5, {"matrix_lr": [1.0] * 5}),
           ("tables", train_gpt.Adam, [(7, 5), (64, 3)], {}),
-          ("tokens", train_gpt.Adam, [(60, 32), (60, 32)], {}),
+          ("tokens", train_gpt.Adam, [(60, 32), (60, 32)], {"shared": True}),
           ("scalars", train_gpt.Adam, [(3,)], {"replicated": True}))
+
+
+@pytest.fixture(autouse=True)
+def few_features(monkeypatch):
+    """Of 50 tokens, as the tables here are not of GPT-2's."""
+    monkeypatch.setattr(train_gpt, "gpt2_features", lambda: np.arange(150).reshape(50, 3) // 5)
 
 
 def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fill: bool) -> SimpleNamespace:
@@ -102,19 +108,16 @@ def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fil
     torch.manual_seed(0)
     config, shards = replace(train_gpt.PRESETS["cpu"], adam_every=2), {}
     world = SimpleNamespace(rank=rank, size=ranks, collectives=Collectives(ranks), device=torch.device("cpu"))
-    vectors = updates.TokenVectors(12, 50, 60, None, dtype, world.device)
-    vectors.rows.copy_(torch.randn(60, 12) if fill else 0)
     for name, algorithm, shapes, more in GROUPS:
         params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
         group = train_gpt.Group(name, params, ["layer 0"] * len(params), 1.0, (0.9, 0.9), 0.0, algorithm,
-                                vectors=vectors if name == "tokens" else None, **more)
+                                **more)
         shards[name] = algorithm(group, config, world)
     averaged = [updates.Averaged(shards[name].weight, None, 5.0) for name in ("matrices", "tables")]
     averages = updates.Averages(averaged, 20, 5, 1, 0.5, 4)
-    if fill:
-        shards["tokens"].shared.momentum.normal_()      # as it is on all ranks
     for shard in shards.values() if fill else ():
-        for x in (*checkpoint.buffers(shard, averages).values(), shard.steps):
+        for x in (*checkpoint.buffers(shard, averages).values(), shard.steps,
+                  *checkpoint.feature_moments(shard)):
             x.copy_(torch.randint(-999, 999, x.shape))
         if isinstance(shard, train_gpt.Adam):
             shard.grads.copy_(torch.randint(-9, 9, shard.grads.shape))
@@ -123,7 +126,7 @@ def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fil
     optimizer = SimpleNamespace(shards=shards, finite=torch.tensor(True), tied=True, averages=averages)
     return SimpleNamespace(optimizer=optimizer, world=world, config=config,
                            schedule=train_gpt.Schedule(config),
-                           model=SimpleNamespace(guesses=SimpleNamespace(index=None), vectors=vectors))
+                           model=SimpleNamespace(guesses=SimpleNamespace(index=None)))
 
 
 def made_up_table(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fill: bool) -> ngrams.TableState:
@@ -268,16 +271,14 @@ def test_without_a_folder_there_is_nothing(config):
 @pytest.mark.parametrize("pending", [False, True])
 def test_what_a_copy_takes_of_the_device_is_known_before(config, pending):
     """All that `copy_state` makes, but for rows of the table, which go to the host, and single numbers."""
-    config = replace(config, checkpoint="x", checkpoint_every=3 if pending else 2, average_steps=2,
-                     token_vectors=8)
+    config = replace(config, checkpoint="x", checkpoint_every=3 if pending else 2, average_steps=2)
     trainer = train_gpt.Trainer(config, train_gpt.World())
     tensors = checkpoint.copy_state(trainer, config.checkpoint_every).tensors
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for name, x in tensors.items()
                 if not name.startswith("n-gram table")}
-    counted = checkpoint.copied_bytes(trainer)
+    counted = checkpoint.copied_bytes(trainer.optimizer, config)
     assert counted == pytest.approx(sum(storages.values()), rel=0.02)
-    trainer.config = replace(config, checkpoint="")
-    assert checkpoint.copied_bytes(trainer) == 0
+    assert checkpoint.copied_bytes(trainer.optimizer, replace(config, checkpoint="")) == 0
 
 
 def test_only_the_newest_two_are_kept(tmp_path, config, monkeypatch):

@@ -1,10 +1,10 @@
-"""Classes of tokens that n-grams may be of: which tokens share one, and that the model's rows follow them."""
+"""What tokens have in common by their spelling, and that the rows of n-grams of classes follow it."""
 import numpy as np
 import torch
 from conftest import TINY
 
 import train_gpt
-from data.classes import GPT2_SIZE, gpt2_classes, token_classes
+from data.classes import GPT2_SIZE, gpt2_classes, gpt2_features, gpt2_tokens, token_features
 from kernels import ngrams
 from kernels.ranks.collectives import Collectives
 
@@ -12,15 +12,30 @@ WORDS = [b"the", b" The", b"THE", "É".encode(), b"e", b" ", b"", b"\xff", b"\xc
 
 
 def test_which_tokens_share_a_class():
-    assert token_classes(WORDS).tolist() == [0, 0, 0, 3, 3, 5, 6, 7, 8, 0, 10, 11]
+    assert token_features(WORDS)[:, 0].tolist() == [0, 0, 0, 3, 3, 5, 6, 7, 8, 0, 10, 11]
 
 
-def test_the_classes_of_gpt2_that_are_kept():
-    classes = gpt2_classes()
-    assert classes.shape == (GPT2_SIZE,) and classes.dtype == np.int32 and len(np.unique(classes)) == 32_993
-    assert (classes <= np.arange(GPT2_SIZE)).all() and (classes[classes] == classes).all()
-    assert (classes == 50256).sum() == 1
+def test_which_tokens_share_a_stem_or_a_form():
+    words = [b" nation", b"Nations", b" nationally", b" stations", b" ties", b"ties", b" cats", b" 12",
+             b" 99", b"12", b" USA", b" U", b" (", b" s", b"it's"]
+    _, stems, forms = token_features(words).T
+    assert stems.tolist() == [0, 0, 2, 3, 4, 4, 6, 7, 8, 7, 10, 11, 12, 13, 14]
+    assert forms.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 9, 10, 11, 12, 6, 14]
+    together = token_features([b" nation", b" station", b" cats", b" dogs", b" Dogs", b" ab", b" cab", b"ab"])
+    assert together[:, 2].tolist() == [0, 1, 2, 2, 4, 5, 5, 7]
+    assert together[:, 1].tolist() == [0, 1, 2, 3, 3, 5, 6, 5]
+
+
+def test_the_features_of_gpt2_that_are_kept():
+    features, classes = gpt2_features(), gpt2_classes()
+    assert features.shape == (GPT2_SIZE, 3) and features.dtype == classes.dtype == np.int32
+    assert [len(np.unique(feature)) for feature in features.T] == [32_993, 21_670, 3_946]
+    for feature in features.T:
+        assert (feature <= np.arange(GPT2_SIZE)).all() and (feature[feature] == feature).all()
+        assert (feature == 50256).sum() == 1
     assert classes[262] == classes[464] == classes[383]         # " the", "The" and " The"
+    some = slice(20_000, 20_400)
+    assert len(np.unique(token_features(gpt2_tokens()[some])[:, 1])) == len(np.unique(features[some, 1]))
 
 
 def test_rows_of_classes():

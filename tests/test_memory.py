@@ -80,7 +80,7 @@ def test_the_count_of_a_measured_run(log, ranks, candidates, newer):
     """Two H200s reported a peak of 96.65 GiB each, one reported 96.82. `newer`: what the older log lacks."""
     header, *_, summary = (json.loads(line) for line in gzip.open(ROOT / "records" / log, "rt"))
     preset = train_gpt.parse(["--preset", "corpus", "--data_path", "x"])[0]
-    config = replace(preset, **newer, ngram_rows=header["config"]["ngram_rows"], token_vectors=0,
+    config = replace(preset, **newer, ngram_rows=header["config"]["ngram_rows"], shared_updates=False,
                      softmax_tokens=0)
     same = "micro_batches", "val_chunk", "width"
     assert [header["config"][name] for name in same] == [getattr(config, name) for name in same]
@@ -120,7 +120,7 @@ def test_a_checkpoints_copy_is_counted():
     """
     words = ("--preset corpus --data_path x --ngram_rows 4194304 --micro_batches 16 --steps 57 "
              "--extra_steps 3 --ngram_classes false --near_match none --copy_channels 0 --average_steps 0 "
-             "--token_vectors 0 --softmax_tokens 0")
+             "--shared_updates false --softmax_tokens 0")
     config = train_gpt.parse(words.split())[0]
     candidates = sampled(10_240, 11_520, 12_544)
     configs = [replace(config, checkpoint=folder, checkpoint_every=20) for folder in ("", "x")]

@@ -12,7 +12,7 @@ from conftest import TINY, process
 import train_gpt
 from kernels import attention, embedding, mlp, ngrams
 from kernels import optimizer as updates
-from kernels.optimizer.token_vectors import SHARE, TRIPLES
+from kernels.optimizer.shared_updates import SHARES
 from kernels.ranks.collectives import Collectives
 from kernels.ranks.timetable import UPDATE
 from kernels.ranks.world import RankError, hash_bits
@@ -89,23 +89,25 @@ def test_adam_against_its_textbook(config, cautious, betas):
         torch.testing.assert_close(p, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_tokens_of_like_vectors_move_together(config):
-    """By a textbook: 0.8 of Adam, and 0.2 of a matrix of all tokens, which Muon moves."""
+def test_tokens_with_a_feature_in_common_move_together(config, monkeypatch):
+    """By a textbook: each row is a sum of its own and three of its features, with updates of their own."""
     torch.manual_seed(0)
-    vectors = updates.TokenVectors(6, 50, 60, None, torch.float32, torch.device("cpu"))
-    vectors.rows[:50] = torch.nn.functional.normalize(torch.randn(50, 6), dim=1)
+    features = np.stack([np.arange(50) // 2, np.arange(50) // 5, np.zeros(50, int)], 1)
+    monkeypatch.setattr(train_gpt, "gpt2_features", lambda: features)
     params = [torch.nn.Parameter(torch.randn(60, 16)) for _ in range(2)]
     before = [p.detach().clone() for p in params]
     grads = [[torch.randn_like(p) for p in params] for _ in range(4)]
     group = train_gpt.Group("some", params, ["embedding"] * 2, 0.3, (0.8, 0.95), 0.0, train_gpt.Adam)
     alone = run_shard(replace(group, params=[torch.nn.Parameter(x.clone()) for x in before]), config, grads)
-    together = run_shard(replace(group, vectors=vectors), config, grads)
+    together = run_shard(replace(group, shared=True), config, grads)
     for i, p in enumerate(before):
-        wanted, momentum = p + (1 - SHARE) * (alone[i] - p), torch.zeros(6, 16)
-        for step in grads:
-            momentum = 0.8 * momentum + 0.2 * vectors.rows.T @ step[i]
-            direction = updates.newton_schulz_reference(momentum, TRIPLES, "aol")
-            wanted -= 0.7 * 0.3 * SHARE * 16 ** 0.5 * vectors.rows @ direction
+        wanted = p + (1 - sum(SHARES)) * (alone[i] - p)
+        for share, column in zip(SHARES, features.T):
+            # Rows 50 to 59 are of no token: all of their update is their own.
+            for rows in [*map(np.flatnonzero, column == np.unique(column)[:, None]), *range(50, 60)]:
+                whole = [grad[i][rows].reshape(-1, 16).sum(0) for grad in grads]
+                start = torch.zeros(16)
+                wanted[rows] += share * plain_adam(start, whole, 0.7 * 0.3, (0.8, 0.95), 0.0, False)
         torch.testing.assert_close(together[i], wanted, atol=1e-5, rtol=1e-4)
 
 

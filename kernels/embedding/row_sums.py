@@ -97,20 +97,22 @@ def add_crossing_kernel(out_ptr, rows_ptr, edges_ptr, blocks, width, out_stride,
 
 def add_rows(
     out: Tensor,  # (rows, width) with contiguous rows, at most 2³⁰ of them: added to in place
-    grad: Tensor,  # (n, width) bf16, fp16 or float32, with contiguous rows
+    grad: Tensor,  # (m, width) bf16, fp16 or float32, with contiguous rows
     rows: Tensor,  # (n,) row numbers, equal ones side by side: from `sort_rows` or `enlist`; not checked
     positions: Tensor,  # (n,) which row of `grad` belongs to each of them
     tuned: tuple[int, int, int, int] = CONFIGS[0],
+    once: bool = True,  # each row of `grad` is added once: m = n. Else `positions` are not checked.
 ) -> Tensor:
     """out[rows[i]] += grad[positions[i]] for all i, summed in float32 and rounded once; returns out."""
     for name, tensor in (("out", out), ("grad", grad)):
         check(tensor.ndim == 2 and tensor.stride(1) == 1, name, tensor, "a matrix with contiguous rows")
         check(len(tensor) <= 2 ** 30, name, tensor, "of at most 2³⁰ rows")
-    check(grad.shape == (len(rows), out.shape[1]), "grad", grad, f"({len(rows)}, {out.shape[1]})")
+    fits = grad.shape[1] == out.shape[1] and (len(grad) == len(rows) or not once)
+    check(fits, "grad", grad, f"({len(rows)}, {out.shape[1]})" + ", or of other rows" * (not once))
     check(grad.dtype in (torch.bfloat16, torch.float16, torch.float32), "grad", grad, "bf16, fp16 or float32")
     check(positions.shape == rows.shape and rows.is_contiguous() and positions.is_contiguous(), "rows", rows,
           "as long as positions, and both contiguous")
-    if not grad.numel():
+    if not rows.numel():
         return out
     n, width, (block, columns, chunk, warps) = len(rows), grad.shape[1], tuned
     blocks, column_tiles = triton.cdiv(n, block), triton.cdiv(width, columns)

@@ -14,8 +14,8 @@ NorMuon updates the matrices of attention and MLP, in four steps:
    al., arXiv 2510.12402), which is worth nothing that one pair of runs can show.
 
 All other weights have Adam (adam.py), and the long n-gram table an Adam that touches only the rows that were
-read (sparse_adam.py). Tokens among like neighbours may share part of their updates (token_vectors.py). At the
-end weights may be mixed with their averages (averages.py). The worths are those of one pair of runs, seed 0
+read (sparse_adam.py). Tokens of like spelling may share part of their updates (shared_updates.py). At the end
+weights may be mixed with their averages (averages.py). The worths are those of one pair of runs, seed 0
 (records/2026-11-22_four-h200-together).
 """
 from kernels.optimizer.adam import adam_update
@@ -24,5 +24,5 @@ from kernels.optimizer.coefficients import Triple, lower_end, polar_express
 from kernels.optimizer.master_weight import Master, Rule, apply_update, read_master, write_master
 from kernels.optimizer.normuon import nesterov_momentum, neuron_update
 from kernels.optimizer.orthogonalize import newton_schulz, newton_schulz_reference
+from kernels.optimizer.shared_updates import SharedUpdates, feature_update, spread
 from kernels.optimizer.sparse_adam import row_adam, row_adam_reference
-from kernels.optimizer.token_vectors import COUNTED, TokenVectors, VectorUpdates

@@ -11,8 +11,8 @@ from kernels.optimizer.master_weight import Master, Rule, apply_update
 
 
 class Shared(NamedTuple):
-    """How rows of tables are updated that share with like rows (token_vectors.py)."""
-    own: float      # the share of a row's own update
+    """How rows of tables are updated that share with like rows (shared_updates.py)."""
+    own: Tensor     # (rows,) float32: the share of a row's own update
     more: Tensor    # like the weight: what is added
 
 
@@ -23,7 +23,8 @@ def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, ste
     Unless `rule.finite` the weight and the count stay, and the gradient counts as zero.
 
     `grad` (n,) has any dtype. `first` and `second` (n,) are float32: the running means of the gradient and of
-    its square. `steps` is 0-dim float32, the number of updates so far. ε is 1e-10.
+    its square. `steps` is 0-dim float32, the number of updates so far. ε is 1e-10. With `shared`
+    the weight is rows of tables, one after another.
     """
     grad = torch.where(rule.finite, grad, 0).float()
     steps.add_(rule.finite)
@@ -32,5 +33,5 @@ def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, ste
     mean = first / (1 - betas[0] ** steps)
     update = mean / ((second / (1 - betas[1] ** steps)).sqrt() + 1e-10)
     if shared:
-        update = update * shared.own + shared.more
+        update = (update.unflatten(0, (len(shared.own), -1)) * shared.own[:, None]).flatten() + shared.more
     apply_update(weight, update, rule)

@@ -119,11 +119,6 @@ class Collectives:
         wait(Collectives.all_gather(self, whole, x))
         return whole
 
-    def summed(self, x: Tensor) -> Tensor:
-        """x, which becomes its sum over ranks, to be used at once. It goes as `all_gathered` does."""
-        wait(Collectives.all_reduce(self, x))
-        return x
-
     def all_reduce(self, x: Tensor) -> Work:
         """x becomes its sum over ranks."""
         return dist.all_reduce(x, group=self.group, async_op=True) if self.size > 1 else None

@@ -9,8 +9,7 @@ Tensors are cut by parameter and not by rank, so that other ranks find their par
     GROUP/i/weight@a                    numbers a, a + 1, … of parameter i of a group of the optimizer, flat;
                                         also mantissa_bits, momentum, second, average
     GROUP/i/grads of rank r@0           between two steps of one Adam update: what rank r has summed so far
-    GROUP/momentum of vectors           with --token_vectors, like the next one
-    token vectors                       a vector for each row of a table of tokens
+    GROUP/moment i of features of rank r    with --shared_updates: r's columns of the first (0) and second (1)
     GROUP/steps                         how many updates there were
     TABLE/rows of rank r/k              of the n-gram table, rows that have been updated: numbers, and in
                                         r's columns weight, second, last (see `TableState`)
@@ -108,12 +107,10 @@ def buffers(shard, averages) -> dict[str, Tensor]:
     return {name: x for name, x in found.items() if x is not None}
 
 
-def of_vectors(trainer) -> dict[str, Tensor]:
-    """What belongs to the vectors of tokens, by name. It is the same on all ranks."""
-    shards, vectors = trainer.optimizer.shards.items(), trainer.model.vectors
-    momenta = {f"{name}/momentum of vectors": shard.shared.momentum for name, shard in shards
-               if getattr(shard, "shared", None)}
-    return momenta | ({"token vectors": vectors.rows} if vectors else {})
+def feature_moments(shard) -> list[Tensor]:
+    """This rank's columns of both, if the tokens of this group share updates."""
+    shared = getattr(shard, "shared", None)
+    return shared.moments if shared else []
 
 
 class Copy(NamedTuple):
@@ -142,26 +139,26 @@ def copy_state(trainer, steps_done: int) -> Copy:
                 tensors |= {f"{name}/{i}/{field}@{first}": x[own].flatten() for i, first, own in parts}
         if world.rank == 0:
             tensors[f"{name}/steps"] = shard.steps.clone()
+        for i, moment in enumerate(feature_moments(shard)):
+            tensors[f"{name}/moment {i} of features of rank {world.rank}"] = moment.clone()
         if pending and shard.weight.ndim == 1:
             for i, p in enumerate(shard.group.params):
                 tensors[f"{name}/{i}/grads of rank {world.rank}@0"] = p.grad.flatten().clone()
-    if world.rank == 0:
-        tensors |= {name: x.clone() for name, x in of_vectors(trainer).items()}
-        if index := trainer.model.guesses.index:
-            tensors["retrieval/text"] = index.written()
+    if world.rank == 0 and (index := trainer.model.guesses.index):
+        tensors["retrieval/text"] = index.written()
     return Copy(steps_done, tensors, optimizer.finite.clone())
 
 
-def copied_bytes(trainer) -> int:
+def copied_bytes(optimizer, config) -> int:
     """What `copy_state` takes of the device at most; it is held until the files are written."""
-    optimizer, config = trainer.optimizer, trainer.config
     if not config.checkpoint:
         return 0
     pending = config.checkpoint_on_stop or config.checkpoint_every % config.adam_every > 0
-    copied = [*of_vectors(trainer).values()]
+    copied = []
     for shard in optimizer.shards.values():
         if not hasattr(shard, "table"):
-            copied += buffers(shard, optimizer.averages).values()
+            copied += [*buffers(shard, optimizer.averages).values()]
+            copied += feature_moments(shard)
             copied += [shard.grads] * (pending and shard.weight.ndim == 1)
     return sum(x.nbytes for x in copied)
 
@@ -426,12 +423,14 @@ def restore_state(trainer, found: Found) -> None:
         for i, first, place in own_parts(shard, *own):
             for field, x in buffers(shard, optimizer.averages).items():
                 x[place].copy_(pieces.numbers(f"{name}/{i}/{field}", first, x[place]))
+        for i, moment in enumerate(feature_moments(shard)):
+            columns = [pieces.tensor(f"{name}/moment {i} of features of rank {rank}")
+                       for rank in range(found.index["ranks"])]
+            moment.copy_(torch.cat(columns, -1).chunk(world.size, -1)[world.rank])
         for i, p in enumerate(shard.group.params):
             p.copy_(pieces.numbers(f"{name}/{i}/weight", 0, p))
             if pending and shard.weight.ndim == 1:
                 p.grad.copy_(own_gradient(f"{name}/{i}/grads", p, pieces, found.index["ranks"], world))
-    for name, x in of_vectors(trainer).items():
-        x.copy_(pieces.tensor(name))
     if index := trainer.model.guesses.index:
         steps = [step.batch_tokens for step in islice(trainer.schedule, found.step)]
         for text in pieces.tensor("retrieval/text").split(steps):

@@ -76,8 +76,8 @@ def model_faults(c) -> Iterator[Fault]:
            "near_match and retrieval need the n-gram table, which is off; set both to none")
     yield (c.ngram_classes and c.vocab_size != GPT2_SIZE, "ngram_classes vocab_size",
            f"only GPT-2's {GPT2_SIZE} tokens have classes; use --ngram_classes false")
-    yield (c.token_vectors > c.vocab_size, "token_vectors vocab_size",
-           f"there are {c.vocab_size} independent vectors at most; use no more")
+    yield (c.shared_updates and c.vocab_size != GPT2_SIZE, "shared_updates vocab_size",
+           f"only GPT-2's {GPT2_SIZE} tokens have features; use --shared_updates false")
     yield (c.canonical and c.vocab_size != GPT2_SIZE, "canonical vocab_size",
            f"only of GPT-2's {GPT2_SIZE} tokens is known which never follow; use --canonical false")
 
@@ -125,9 +125,9 @@ def check_machine(config, ranks: int, device: torch.device) -> None:
     if config.average_steps and config.padded_vocab % ranks:
         raise UserError(f"--average_steps {config.average_steps}: averages are of whole rows, and {ranks} "
                         f"ranks do not divide the {config.padded_vocab} of the head; use 0, or other ranks")
-    if config.token_vectors and config.padded_vocab % ranks:
-        raise UserError(f"--token_vectors {config.token_vectors}: {ranks} ranks do not divide the "
-                        f"{config.padded_vocab} rows of a table of tokens; use 0, or other ranks")
+    if config.shared_updates and (config.padded_vocab % ranks or config.width % ranks):
+        raise UserError(f"--shared_updates true: {ranks} ranks do not divide a table of "
+                        f"{config.padded_vocab} rows and {config.width} columns; use other ranks or false")
     columns, block = width // ranks, config.ngram_block
     if block < 1 or columns % block or block & (block - 1):
         raise UserError(f"--ngram_block {block}: use a power of two that divides a rank's {columns} columns")

@@ -42,10 +42,10 @@ def tables_text(groups, schedule, ranks: int | None) -> str:
     layers = len(config.layers)
     for step in schedule.kinds().values():
         table = timetable(traffic, layers, step.tied, step.adam_updated, step.update_adam, config.overlap)
-        for group in groups:        # Its update sends this itself.
-            if group.vectors and group.name in table.updates:
-                what = f"what tokens share of {group.name}"
-                table.model.append(Transfer("all_reduce", what, None, UPDATE, UPDATE))
+        for group in groups:        # Its update sends these itself.
+            if group.shared and group.name in table.updates:
+                table.model.extend(Transfer("all_to_all", f"{what} of {group.name}", None, UPDATE, UPDATE)
+                                   for what in ("rows", "shared updates"))
         if config.retrieval:        # The trainer sends it.
             table.model.append(Transfer("all_gather", "text of the step", None, UPDATE, UPDATE))
         parts += [f"\nSteps from {step.index} on, {ranks} ranks, tied {step.tied}, Adam {step.update_adam}\n",

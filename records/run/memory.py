@@ -242,17 +242,16 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
             apart += counter.peak - before
         # A graph of each kind of step has inputs of its own, and batches are on their way twice.
         inputs = on_each * sum(x.nbytes for x in batch[:-1]) * (len(kinds) + 2 * (AHEAD + 2))
-        counting = model.vectors.working_bytes(ranks) if model.vectors else 0   # when the run starts
         validation = {}
         for chunk in chunks:
             batch = empty_batch(chunk, (0,), config.val_sequence_length)
             before = counter.restart()
             model.score(batch, schedule.validation(len(schedule)))
-            validation[chunk] = max(counter.peak - before, counting)
+            validation[chunk] = counter.peak - before
         shards = [shard for shard in optimizer.shards.values() if hasattr(shard, "weights")]
         snapshot = sum(x.nbytes for shard in shards for x in {shard.weights, shard.weight})
         by_row = [shard.state() for shard in optimizer.shards.values() if not hasattr(shard, "weights")]
         table = sum(x.nbytes for state in by_row for x in state if x.ndim and len(x) == config.ngram_rows)
-        held, copy = made - table + counter.shared + inputs, copied_bytes(trainer)
+        held, copy = made - table + counter.shared + inputs, copied_bytes(optimizer, config)
     return {chunk: Need(table, held, counter.shared, snapshot, copy, max(peaks), apart, peak)
             for chunk, peak in validation.items()}

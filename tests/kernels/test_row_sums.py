@@ -45,3 +45,5 @@ def test_add_rows_refuses_what_it_cannot_do():
             ("out", (out[:1].expand(2 ** 30 + 1, 32), grad, rows, positions))):
         with pytest.raises(ValueError, match=f"{name} must be"):
             add_rows(*arguments)
+    with pytest.raises(ValueError, match="grad must be"):
+        add_rows(out, grad[:, :5], rows, positions, once=False)
