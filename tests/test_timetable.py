@@ -194,7 +194,7 @@ def test_the_text_that_retrieval_gathers_is_listed():
         assert text.count("all_gather text of the step") == 2 * text.count("Steps from") * len(retrieval)
 
 
-def test_what_shared_updates_trade_is_listed():
+def test_what_shared_updates_send_is_listed():
     """Of the head and the value tables whenever Adam updates, of the embedding once it is untied."""
     config = replace(train_gpt.PRESETS["corpus"], shared_updates=True)
     model = train_gpt.GPT(config, torch.device("meta"), collectives.Collectives(1))
@@ -203,5 +203,5 @@ def test_what_shared_updates_trade_is_listed():
     kinds = [step for step in schedule.kinds().values() if step.update_adam]
     for group, times in (("head", len(kinds)), ("value tables", len(kinds)),
                          ("embedding", sum(not step.tied for step in kinds))):
-        for what in ("rows", "shared updates"):     # A line says where they start, and one where they arrive.
-            assert text.count(f"all_to_all {what} of {group}") == 2 * times
+        for kind in ("reduce_scatter", "all_gather"):   # A line says where they start, one where they arrive.
+            assert text.count(f"{kind} features of {group}") == 2 * times

@@ -9,8 +9,9 @@ an Adam of its own; fastText has such sums (Bojanowski et al., arXiv 1607.04606)
 its updates are added to the token's own. A token that is alone with a feature keeps that share to itself,
 so only the 20,723 features that several tokens have need moments.
 
-Ranks update rows of their own, while the tokens of a feature may lie on any of them. So in each update they
-trade rows of the gradients for columns, and columns of the shared updates for rows.
+Ranks update rows of their own, while the tokens of a feature may lie on any of them. So each rank sums the
+gradients of its own rows, and then features go the way of all weights: a reduce-scatter of the sums, an
+update of a part of the features, an all-gather of their updates.
 """
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.embedding import add_rows, add_rows_reference, lookup
@@ -30,7 +32,7 @@ SHARES = 0.3, 0.15, 0.15    # of a token's class, its stem and its form in its u
 
 
 class Features(NamedTuple):
-    """The features that several tokens have, numbered from 0, and these tokens."""
+    """The features that several tokens have, numbered from 0, and these tokens, or those of one rank."""
     of_token: Tensor    # (tokens, features of a token) int64; 0 where a token is alone with its feature
     shares: Tensor      # like it, float32: of the token's update; 0 where it is alone, which is its own share
     rows: Tensor        # (pairs,) int32, ascending: features …
@@ -42,8 +44,12 @@ class Features(NamedTuple):
         return 1 - self.shares.sum(1)
 
 
-def number_features(features: np.ndarray, rows: int, device: torch.device) -> Features:
-    """Of `features` (tokens, n) equal ones in a column are one. Further rows of a table have none."""
+def number_features(features: np.ndarray, rows: int, device: torch.device, rank: int = 0,
+                    ranks: int = 1) -> Features:
+    """Of `features` (tokens, n) equal ones in a column are one. Further rows of a table have none.
+
+    The tokens are those of the rank's equal part of the rows, numbered from 0.
+    """
     of_token = np.zeros((rows, features.shape[1]), np.int64)
     shares, count = np.zeros(of_token.shape, np.float32), 0
     for number, share, share_of, column in zip(of_token.T, SHARES, shares.T, features.T):
@@ -55,37 +61,44 @@ def number_features(features: np.ndarray, rows: int, device: torch.device) -> Fe
         count += int(several.sum())
     token, level = shares.nonzero()
     order = np.argsort(of_token[token, level], kind="stable")
-    whole = of_token, shares, of_token[token, level][order].astype(np.int32), token[order]
-    return Features(*(torch.from_numpy(x).to(device) for x in whole), count)
+    order = order[token[order] // (rows // ranks) == rank]
+    own = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
+    pairs = of_token[token, level][order].astype(np.int32), token[order] - own.start
+    return Features(*(torch.from_numpy(x).to(device) for x in (of_token[own], shares[own], *pairs)), count)
 
 
-def feature_sums(add: Callable, grads: Tensor, features: Features) -> Tensor:
-    """Sums (tables, features, columns) of grads (tables, tokens, columns). `add` is `add_rows` or its
-    reference."""
-    sums = grads.new_zeros(len(grads), features.count, grads.shape[2])
-    for into, grad in zip(sums, grads):
-        add(into, grad, features.rows, features.tokens)
+def feature_sums(add: Callable, grads: Tensor, features: Features, sums: Tensor) -> Tensor:
+    """`sums` (features, tables, width) of grads (tables, tokens, width), written over. More rows become 0.
+
+    `add` is `add_rows` or its reference.
+    """
+    sums.zero_()
+    for i, grad in enumerate(grads):
+        add(sums[:, i], grad, features.rows, features.tokens)
     return sums
 
 
 def feature_update(sums: Tensor, first: Tensor, second: Tensor, steps: Tensor, finite: Tensor,
-                   betas: tuple[float, float]) -> Tensor:
-    """Adam's update of each feature, (tables, features, columns) of the dtype of `sums`, their gradients.
+                   betas: tuple[float, float]) -> None:
+    """Of `sums` (features, tables, width), the features' gradients, make Adam's updates, in place.
 
-    The moments, float32 and of the shape of `sums`, change in place. `steps` and `finite`: as in Adam, before
+    The moments, float32 and of the shape of `sums`, change as well. `steps` and `finite`: as in Adam, before
     it counts this step.
     """
-    sums, count, dtype = torch.where(finite, sums, 0).float(), steps + 1, sums.dtype
-    second.lerp_(sums.square(), 1 - betas[1])
-    first.lerp_(sums, 1 - betas[0])
+    grads, count = torch.where(finite, sums, 0).float(), steps + 1
+    second.lerp_(grads.square(), 1 - betas[1])
+    first.lerp_(grads, 1 - betas[0])
     size = (second / (1 - betas[1] ** count)).sqrt() + 1e-10
-    return (first / (1 - betas[0] ** count) / size).to(dtype)
+    sums.copy_(first / (1 - betas[0] ** count) / size)
 
 
 def spread(moved: Tensor, of_token: Tensor, shares: Tensor) -> Tensor:
-    """What features add to their tokens' updates: (tables, tokens, columns) like `moved` of each feature."""
-    parts = (share[:, None] * moved[:, feature] for share, feature in zip(shares.T, of_token.T))
-    return sum(parts).to(moved.dtype)
+    """What features, of which `moved` (features, tables, width) is the update, add to their tokens' updates.
+
+    These are (tables, tokens, width).
+    """
+    parts = (share[:, None, None] * moved[feature] for share, feature in zip(shares.T, of_token.T))
+    return sum(parts).to(moved.dtype).transpose(0, 1).contiguous()
 
 
 class SharedUpdates:
@@ -96,41 +109,41 @@ class SharedUpdates:
 
         `world`: the program's ranks.
         """
-        self.tables, self.collectives, (rows, width) = len(tables), world.collectives, tables[0].shape
-        self.features, device = number_features(features, rows, tables[0].device), tables[0].device
-        self.own = self.features.own().chunk(self.collectives.size)[world.rank].repeat(self.tables)
-        self.columns = width // self.collectives.size
-        shape = self.tables, self.features.count, self.columns
-        self.moments = [torch.zeros(shape, device=device) for _ in range(2)]
+        self.collectives, self.rank, (rows, width) = world.collectives, world.rank, tables[0].shape
+        ranks, like = self.collectives.size, dict(dtype=tables[0].dtype, device=tables[0].device)
+        self.features = number_features(features, rows, like["device"], self.rank, ranks)
+        self.own = self.features.own().repeat(len(tables))
+        each = -(-self.features.count // ranks)     # The last rank may have some that no token has.
+        zeros = self.collectives.zeros if ranks > 1 else torch.zeros
+        self.sums = zeros(each * ranks, len(tables), width, **like)
+        # Of one rank alone, whose collectives do nothing, the part is the whole.
+        self.part = zeros(each, len(tables), width, **like) if ranks > 1 else self.sums
+        self.moments = [torch.zeros(self.part.shape, device=like["device"]) for _ in range(2)]
 
     def update(self, ops, grad: Tensor, steps: Tensor, finite: Tensor,
                betas: tuple[float, float]) -> Shared:
         """For this rank's rows (numbers,) of which `grad` is the summed gradient. `ops`: the program's."""
-        ranks, columns = self.collectives.size, self.columns
-        rows = grad.view(self.tables, -1, ranks, columns)
-        from_ranks = self.exchange(rows.permute(2, 0, 1, 3))    # (ranks, tables, rows of each, columns)
-        grads = from_ranks.transpose(0, 1).flatten(1, 2)
+        _, tables, width = self.sums.shape
         add = add_several if ops.lookup is lookup else add_rows_reference      # as the look-ups' gradients
-        sums = feature_sums(add, grads, self.features)
-        moved = ops.feature_update(sums, *self.moments, steps, finite, betas)
-        more = ops.spread(moved, self.features.of_token, self.features.shares)
-        to_ranks = more.unflatten(1, (ranks, -1)).transpose(0, 1)
-        return Shared(self.own, self.exchange(to_ranks).permute(1, 2, 0, 3).flatten())
+        feature_sums(add, grad.view(tables, -1, width), self.features, self.sums)
+        wait(self.collectives.reduce_scatter(self.part, self.sums))
+        ops.feature_update(self.part, *self.moments, steps, finite, betas)
+        wait(self.collectives.all_gather(self.sums, self.part))
+        more = ops.spread(self.sums, self.features.of_token, self.features.shares)
+        return Shared(self.own, more.flatten())
 
-    def exchange(self, parts: Tensor) -> Tensor:
-        """Part r of (ranks, …) goes to rank r; returns what came from each."""
-        if self.collectives.size == 1:
-            return parts
-        sent = parts.flatten(0, 1).contiguous()
-        received = torch.empty_like(sent)
-        wait(self.collectives.all_to_all(received, sent))
-        return received.view(parts.shape)
+    def load(self, moments: list[Tensor]) -> None:
+        """Take this rank's part of the moments of all features, and perhaps of some that no token has."""
+        for mine, whole in zip(self.moments, moments):
+            fitted = F.pad(whole, (0, 0, 0, 0, 0, len(self.sums) - len(whole)))     # or cut
+            mine.copy_(fitted.chunk(self.collectives.size)[self.rank])
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
-    """The sums of a table; a token has three features."""
+    """The sums of two tables; a token has three features."""
     def inputs(rows: int, width: int, features: np.ndarray) -> tuple:
-        return torch.randn(1, rows, width, device=device).to(dtype), number_features(features, rows, device)
+        numbered, grads = number_features(features, rows, device), torch.randn(2, rows, width, device=device)
+        return grads.to(dtype), numbered, torch.ones(numbered.count, 2, width, device=device, dtype=dtype)
 
     rows, width = (50304, 768) if size == "real" else (70, 24)
     # As many tokens of a feature as GPT-2's tokens of a class, a stem and a form have in the mean.
@@ -138,4 +151,4 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
     yield Example(
         "sums over tokens of like spelling", f"{rows:,} × {width}", partial(inputs, rows, width, features),
         partial(feature_sums, add_several), partial(feature_sums, add_rows_reference),
-        bytes=2.0 * width * (rows + sum(len(np.unique(feature)) for feature in features.T)))
+        bytes=4.0 * width * (rows + sum(len(np.unique(feature)) for feature in features.T)))

@@ -10,7 +10,8 @@ for four ranks and the rounds for 1, 2, 4 and 8; a test compares them with what 
     gradients   reduce_scatter, started once the backward pass has left the stop that uses the weights first
     small ones  one all_reduce after the backward pass, for scalars and gates, which every rank updates
     n-grams     two all_to_alls that the model itself sends: rows forward, their gradients backward
-    features    with `--shared_updates` two all_to_alls in the update of each group of tables of tokens
+    features    with `--shared_updates` a reduce_scatter of gradients and an all_gather of updates, in the
+                update of each group of tables of tokens
     text        with `--retrieval` one all_gather by the trainer after all others, for the index of every rank
 """
 from typing import NamedTuple

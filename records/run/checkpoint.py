@@ -9,7 +9,7 @@ Tensors are cut by parameter and not by rank, so that other ranks find their par
     GROUP/i/weight@a                    numbers a, a + 1, … of parameter i of a group of the optimizer, flat;
                                         also mantissa_bits, momentum, second, average
     GROUP/i/grads of rank r@0           between two steps of one Adam update: what rank r has summed so far
-    GROUP/moment i of features of rank r    with --shared_updates: r's columns of the first (0) and second (1)
+    GROUP/moment i of features of rank r    with --shared_updates: r's part of the first (0) and second (1)
     GROUP/steps                         how many updates there were
     TABLE/rows of rank r/k              of the n-gram table, rows that have been updated: numbers, and in
                                         r's columns weight, second, last (see `TableState`)
@@ -108,7 +108,7 @@ def buffers(shard, averages) -> dict[str, Tensor]:
 
 
 def feature_moments(shard) -> list[Tensor]:
-    """This rank's columns of both, if the tokens of this group share updates."""
+    """This rank's part of both, if the tokens of this group share updates."""
     shared = getattr(shard, "shared", None)
     return shared.moments if shared else []
 
@@ -423,10 +423,10 @@ def restore_state(trainer, found: Found) -> None:
         for i, first, place in own_parts(shard, *own):
             for field, x in buffers(shard, optimizer.averages).items():
                 x[place].copy_(pieces.numbers(f"{name}/{i}/{field}", first, x[place]))
-        for i, moment in enumerate(feature_moments(shard)):
-            columns = [pieces.tensor(f"{name}/moment {i} of features of rank {rank}")
-                       for rank in range(found.index["ranks"])]
-            moment.copy_(torch.cat(columns, -1).chunk(world.size, -1)[world.rank])
+        if feature_moments(shard):
+            parts = [[pieces.tensor(f"{name}/moment {i} of features of rank {rank}")
+                      for rank in range(found.index["ranks"])] for i in (0, 1)]
+            shard.shared.load([torch.cat(part) for part in parts])
         for i, p in enumerate(shard.group.params):
             p.copy_(pieces.numbers(f"{name}/{i}/weight", 0, p))
             if pending and shard.weight.ndim == 1:

@@ -125,9 +125,9 @@ def check_machine(config, ranks: int, device: torch.device) -> None:
     if config.average_steps and config.padded_vocab % ranks:
         raise UserError(f"--average_steps {config.average_steps}: averages are of whole rows, and {ranks} "
                         f"ranks do not divide the {config.padded_vocab} of the head; use 0, or other ranks")
-    if config.shared_updates and (config.padded_vocab % ranks or config.width % ranks):
-        raise UserError(f"--shared_updates true: {ranks} ranks do not divide a table of "
-                        f"{config.padded_vocab} rows and {config.width} columns; use other ranks or false")
+    if config.shared_updates and config.padded_vocab % ranks:
+        raise UserError(f"--shared_updates true: {ranks} ranks do not divide the {config.padded_vocab} rows "
+                        "of a table of tokens; use other ranks or false")
     columns, block = width // ranks, config.ngram_block
     if block < 1 or columns % block or block & (block - 1):
         raise UserError(f"--ngram_block {block}: use a power of two that divides a rank's {columns} columns")

@@ -44,8 +44,8 @@ def tables_text(groups, schedule, ranks: int | None) -> str:
         table = timetable(traffic, layers, step.tied, step.adam_updated, step.update_adam, config.overlap)
         for group in groups:        # Its update sends these itself.
             if group.shared and group.name in table.updates:
-                table.model.extend(Transfer("all_to_all", f"{what} of {group.name}", None, UPDATE, UPDATE)
-                                   for what in ("rows", "shared updates"))
+                table.model.extend(Transfer(kind, f"features of {group.name}", None, UPDATE, UPDATE)
+                                   for kind in ("reduce_scatter", "all_gather"))
         if config.retrieval:        # The trainer sends it.
             table.model.append(Transfer("all_gather", "text of the step", None, UPDATE, UPDATE))
         parts += [f"\nSteps from {step.index} on, {ranks} ranks, tied {step.tied}, Adam {step.update_adam}\n",
