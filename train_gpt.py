@@ -342,7 +342,6 @@ class Ops(NamedTuple):
     neuron_update: Callable
     adam_update: Callable
     feature_update: Callable        # Adam for each feature that tokens share
-    spread: Callable                # from features to their tokens
     row_adam: Callable              # Adam on the rows of the n-gram table that were read
 
 
@@ -359,7 +358,7 @@ def references(compile: Callable = lambda function: function) -> Ops:
         head_loss=compile(loss.head_loss_reference), nesterov_momentum=compile(updates.nesterov_momentum),
         newton_schulz=compile(updates.newton_schulz_reference), neuron_update=compile(updates.neuron_update),
         adam_update=compile(updates.adam_update), feature_update=compile(updates.feature_update),
-        spread=compile(updates.spread), row_adam=compile(updates.row_adam_reference))
+        row_adam=compile(updates.row_adam_reference))
 
 
 def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ...]]:

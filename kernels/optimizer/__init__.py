@@ -24,5 +24,5 @@ from kernels.optimizer.coefficients import Triple, lower_end, polar_express
 from kernels.optimizer.master_weight import Master, Rule, apply_update, read_master, write_master
 from kernels.optimizer.normuon import nesterov_momentum, neuron_update
 from kernels.optimizer.orthogonalize import newton_schulz, newton_schulz_reference
-from kernels.optimizer.shared_updates import SharedUpdates, feature_update, spread
+from kernels.optimizer.shared_updates import SharedUpdates, feature_update
 from kernels.optimizer.sparse_adam import row_adam, row_adam_reference

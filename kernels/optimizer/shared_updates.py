@@ -39,11 +39,6 @@ class Features(NamedTuple):
     tokens: Tensor      # … and a token that has each, int64
     count: int
 
-    def own(self) -> Tensor:
-        """(tokens,) float32: the share of its own gradient in a token's update."""
-        return 1 - self.shares.sum(1)
-
-
 def number_features(features: np.ndarray, rows: int, device: torch.device, rank: int = 0,
                     ranks: int = 1) -> Features:
     """Of `features` (tokens, n) equal ones in a column are one. Further rows of a table have none.
@@ -92,15 +87,6 @@ def feature_update(sums: Tensor, first: Tensor, second: Tensor, steps: Tensor, f
     sums.copy_(first / (1 - betas[0] ** count) / size)
 
 
-def spread(moved: Tensor, of_token: Tensor, shares: Tensor) -> Tensor:
-    """What features, of which `moved` (features, tables, width) is the update, add to their tokens' updates.
-
-    These are (tables, tokens, width).
-    """
-    parts = (share[:, None, None] * moved[feature] for share, feature in zip(shares.T, of_token.T))
-    return sum(parts).to(moved.dtype).transpose(0, 1).contiguous()
-
-
 class SharedUpdates:
     """The features' part of a group's updates."""
 
@@ -112,7 +98,6 @@ class SharedUpdates:
         self.collectives, self.rank, (rows, width) = world.collectives, world.rank, tables[0].shape
         ranks, like = self.collectives.size, dict(dtype=tables[0].dtype, device=tables[0].device)
         self.features = number_features(features, rows, like["device"], self.rank, ranks)
-        self.own = self.features.own().repeat(len(tables))
         each = -(-self.features.count // ranks)     # The last rank may have some that no token has.
         zeros = self.collectives.zeros if ranks > 1 else torch.zeros
         self.sums = zeros(each * ranks, len(tables), width, **like)
@@ -129,8 +114,7 @@ class SharedUpdates:
         wait(self.collectives.reduce_scatter(self.part, self.sums))
         ops.feature_update(self.part, *self.moments, steps, finite, betas)
         wait(self.collectives.all_gather(self.sums, self.part))
-        more = ops.spread(self.sums, self.features.of_token, self.features.shares)
-        return Shared(self.own, more.flatten())
+        return Shared(self.sums, self.features.of_token, self.features.shares)
 
     def load(self, moments: list[Tensor]) -> None:
         """Take this rank's part of the moments of all features, and perhaps of some that no token has."""
