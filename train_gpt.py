@@ -233,7 +233,7 @@ class Config:
     average_share: Share = 0.65     # of the average in the mixture
     cautious: bool = True   # Decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154).
     # Tokens of like spelling share part of their updates (kernels/optimizer/shared_updates.py). Worth 0.014
-    # on `val`, 0.017 and 0.021 on two other texts, by one pair of runs, for 1.3% of the time.
+    # on `val`, 0.017 and 0.021 on two other texts, by one pair of runs, for 1.7% of the time.
     shared_updates: bool = False    # of GPT-2's tokens alone
 
     # ---- Validation
