@@ -175,7 +175,7 @@ class Config:
     # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
     canonical: bool = False
     # So many tokens share a softmax's sample; fewer have fewer targets, which saves logits. 0: all of them.
-    softmax_tokens: Count = 0       # 16,384 of 49,152 save 2.6% of a step, for 0.002.
+    softmax_tokens: Count = 0       # 16,384 of 49,152 save 1.4 to 3.3% of the time, for 0.002 of loss.
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
@@ -233,7 +233,8 @@ class Config:
     average_share: Share = 0.65     # of the average in the mixture
     cautious: bool = True   # Decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154).
     # Tokens of like spelling share part of their updates (kernels/optimizer/shared_updates.py). Worth 0.014
-    # on `val`, 0.017 and 0.021 on two other texts, by one pair of runs, for 1.7% of the time.
+    # on `val`, 0.017 and 0.021 on two other texts, by one pair of runs, for 1.7% of the time. Its
+    # collectives have changed since (59d935f), which was not timed.
     shared_updates: bool = False    # of GPT-2's tokens alone
 
     # ---- Validation

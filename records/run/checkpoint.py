@@ -9,7 +9,7 @@ Tensors are cut by parameter and not by rank, so that other ranks find their par
     GROUP/i/weight@a                    numbers a, a + 1, … of parameter i of a group of the optimizer, flat;
                                         also mantissa_bits, momentum, second, average
     GROUP/i/grads of rank r@0           between two steps of one Adam update: what rank r has summed so far
-    GROUP/moment i of features of rank r    with --shared_updates: r's part of the first (0) and second (1)
+    GROUP/part r of moment i of features    with --shared_updates: of the first (0) and second (1), rank r's
     GROUP/steps                         how many updates there were
     TABLE/rows of rank r/k              of the n-gram table, rows that have been updated: numbers, and in
                                         r's columns weight, second, last (see `TableState`)
@@ -140,7 +140,7 @@ def copy_state(trainer, steps_done: int) -> Copy:
         if world.rank == 0:
             tensors[f"{name}/steps"] = shard.steps.clone()
         for i, moment in enumerate(feature_moments(shard)):
-            tensors[f"{name}/moment {i} of features of rank {world.rank}"] = moment.clone()
+            tensors[f"{name}/part {world.rank} of moment {i} of features"] = moment.clone()
         if pending and shard.weight.ndim == 1:
             for i, p in enumerate(shard.group.params):
                 tensors[f"{name}/{i}/grads of rank {world.rank}@0"] = p.grad.flatten().clone()
@@ -424,7 +424,7 @@ def restore_state(trainer, found: Found) -> None:
             for field, x in buffers(shard, optimizer.averages).items():
                 x[place].copy_(pieces.numbers(f"{name}/{i}/{field}", first, x[place]))
         if feature_moments(shard):
-            parts = [[pieces.tensor(f"{name}/moment {i} of features of rank {rank}")
+            parts = [[pieces.tensor(f"{name}/part {rank} of moment {i} of features")
                       for rank in range(found.index["ranks"])] for i in (0, 1)]
             shard.shared.load([torch.cat(part) for part in parts])
         for i, p in enumerate(shard.group.params):
