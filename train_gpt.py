@@ -17,6 +17,7 @@ How to read it:
 
 `kernels/` has a folder for each part of the model. Every Triton kernel has a reference in plain PyTorch.
 """
+import gc
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ from records.run.terminal import end_quietly, outlive_terminal
 
 if __name__ == "__main__":
     end_quietly()       # Imports take seconds.
+    gc.disable()        # until the run is timed: collections took 2.8 of the 29 s of a warm start (1×H200)
 
 import torch
 from torch import Tensor, nn
@@ -346,11 +348,12 @@ class Ops(NamedTuple):
     row_adam: Callable              # Adam on the rows of the n-gram table that were read
 
 
-def references(compile: Callable = lambda function: function) -> Ops:
+def references(compile: Callable = lambda function, **options: function) -> Ops:
     """Every operation in plain PyTorch, each passed through `compile`."""
     return Ops(
         lookup=compile(embedding.lookup_reference), smear=compile(embedding.smear_reference),
-        ngram_index=compile(ngrams.ngram_index), suffix_keys=compile(retrieval.suffix_keys),
+        ngram_index=compile(ngrams.ngram_index, dynamic=True),      # one program for batches of all sizes
+        suffix_keys=compile(retrieval.suffix_keys, dynamic=True),
         norm_fork=compile(mlp.norm_fork_reference),
         qkv=partial(attention.project_heads, compile(attention.qkv_heads_reference)),
         share_values=ngrams.share_values_reference, mlp_input=compile(mlp.mlp_input_reference),
@@ -358,7 +361,7 @@ def references(compile: Callable = lambda function: function) -> Ops:
         copy_inputs=compile(copying.project), pointer_sums=copying.pointer_sums_reference,
         head_loss=compile(loss.head_loss_reference), nesterov_momentum=compile(updates.nesterov_momentum),
         newton_schulz=compile(updates.newton_schulz_reference), neuron_update=compile(updates.neuron_update),
-        adam_update=compile(updates.adam_update), feature_update=compile(updates.feature_update),
+        adam_update=compile(updates.adam_update_reference), feature_update=compile(updates.feature_update),
         row_adam=compile(updates.row_adam_reference))
 
 
@@ -374,7 +377,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
     can = {"head": True, "attention": "qkv" not in off,
            "mlp": "feed_forward" not in off and mlp.has_feed_forward_fp8(device)}
     parts = tuple(part for part in config.fp8 if can[part] and fp8.has_fp8(device))
-    kernels = {"lookup": embedding.lookup, "smear": embedding.smear,
+    kernels = {"lookup": embedding.lookup, "smear": embedding.smear, "adam_update": updates.adam_update,
                "head_loss": loss.head_loss, "pointer_sums": copying.pointer_sums,
                "qkv": partial(attention.project_heads, attention.qkv_heads), "row_adam": updates.row_adam,
                "share_values": ngrams.share_values, "newton_schulz": updates.newton_schulz}

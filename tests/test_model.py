@@ -213,7 +213,7 @@ KERNELS = IN_PYTORCH | {
     "lookup": "lookup", "smear": "smear", "norm_fork": "norm_fork_fp8", "qkv": "qkv_fp8",
     "share_values": "share_values", "mlp_input": "mlp_input_fp8", "feed_forward": "feed_forward_fp8",
     "pointer_sums": "pointer_sums", "head_loss": "head_loss", "newton_schulz": "newton_schulz",
-    "row_adam": "row_adam"}
+    "adam_update": "adam_update", "row_adam": "row_adam"}
 # What else must run its reference where an operation does. Only FP8 matmuls read a norm that is in FP8 alone.
 # Attention's kernels leave the gradient of the n-gram rows to `share_values`, and it makes no other. Without
 # the look-up's kernel nobody lists the rows for `row_adam`.

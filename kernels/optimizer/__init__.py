@@ -18,7 +18,7 @@ read (sparse_adam.py). Tokens of like spelling may share part of their updates (
 weights may be mixed with their averages (averages.py). The worths are those of one pair of runs, seed 0
 (records/2026-11-22_four-h200-together).
 """
-from kernels.optimizer.adam import adam_update
+from kernels.optimizer.adam import adam_update, adam_update_reference
 from kernels.optimizer.averages import Averaged, Averages
 from kernels.optimizer.coefficients import Triple, lower_end, polar_express
 from kernels.optimizer.master_weight import Master, Rule, apply_update, read_master, write_master

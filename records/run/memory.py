@@ -81,7 +81,7 @@ class Counter(TorchDispatchMode):
         self.sizes[key] = 0
         return x
 
-    def compiled(self, function: Callable) -> Callable:
+    def compiled(self, function: Callable, **options) -> Callable:
         """`function` as torch.compile would run it: what is between its inputs and outputs has no memory.
 
         For the backward pass it keeps inputs, outputs and results of matmuls, and computes the rest again.

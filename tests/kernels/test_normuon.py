@@ -2,7 +2,14 @@
 import torch
 from checks import DEVICE, random
 
-from kernels.optimizer import Master, Rule, adam_update, nesterov_momentum, neuron_update, row_adam_reference
+from kernels.optimizer import (
+    Master,
+    Rule,
+    adam_update_reference,
+    nesterov_momentum,
+    neuron_update,
+    row_adam_reference,
+)
 
 
 def numbers(*values: float) -> list[torch.Tensor]:
@@ -28,7 +35,7 @@ def test_updates_compile_without_a_break_in_the_graph():
     """With Master and Rule as arguments, and with the same results."""
     torch._dynamo.reset()
     compiled = {f: torch.compile(f, backend="eager", fullgraph=True)
-                for f in (nesterov_momentum, neuron_update, adam_update, row_adam_reference)}
+                for f in (nesterov_momentum, neuron_update, adam_update_reference, row_adam_reference)}
     results = []
     for functions in ({f: f for f in compiled}, compiled):
         torch.manual_seed(0)
@@ -42,7 +49,7 @@ def test_updates_compile_without_a_break_in_the_graph():
             direction = functions[nesterov_momentum](grad, momentum, beta, finite)
             functions[neuron_update](half, direction, second, rule._replace(lr=lr.view(1, 1, 1)), 0.9, True)
             flat = weight.flatten(), grad.flatten(), momentum.flatten(), grad.square().flatten()
-            functions[adam_update](Master(flat[0], None), *flat[1:], steps, rule, (0.5, 0.9))
+            functions[adam_update_reference](Master(flat[0], None), *flat[1:], steps, rule, (0.5, 0.9))
             table, rows = weight.view(2, -1).clone(), grad.view(2, -1).clone()
             squares = torch.rand(2, 6, **form)
             functions[row_adam_reference](table, rows, squares, last, steps, rule, 0.9)

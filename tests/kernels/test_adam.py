@@ -1,0 +1,77 @@
+"""Adam's kernel against its reference, also where a step is not finite and where rows share updates."""
+import pytest
+import torch
+from checks import DEVICE, DTYPE, refused, same_bits
+
+from kernels.optimizer import Master, Rule, adam_update, adam_update_reference, read_master, write_master
+from kernels.optimizer.adam import Shared
+
+TABLES, ROWS, WIDTH, FEATURES = 2, 37, 80, 5
+
+
+def rule(finite: bool, cautious: bool = True) -> Rule:
+    return Rule(*(torch.tensor(x, device=DEVICE) for x in (finite, 0.01, 0.1)), cautious)
+
+
+def numbers() -> tuple[torch.Tensor, ...]:
+    """A value, its gradient, and both moments."""
+    value, grad, first = torch.randn(3, TABLES * ROWS * WIDTH, device=DEVICE).unbind()
+    return value, grad.to(DTYPE), first, grad.square()
+
+
+def shared() -> Shared:
+    of_row = torch.arange(ROWS * 3, device=DEVICE).view(ROWS, 3) % FEATURES
+    return Shared(torch.randn(FEATURES, TABLES, WIDTH, device=DEVICE).to(DTYPE), of_row, of_row / 20.0)
+
+
+def in_halves(value: torch.Tensor) -> Master:
+    master = Master(torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16))
+    write_master(master, value)
+    return master
+
+
+@pytest.mark.parametrize("halves, with_features", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("cautious", [True, False])
+def test_several_updates_are_those_of_the_reference(halves, with_features, cautious):
+    """The second of four is not finite: it moves no weight, is not counted, and its gradient is all zeros."""
+    torch.manual_seed(0)
+    value, grad, first, second = numbers()
+    together = shared() if with_features else None
+    ended = []
+    for function in (adam_update, adam_update_reference):
+        weight = in_halves(value) if halves else Master(value.clone(), None)
+        state = first.clone(), second.clone(), torch.tensor(3.0, device=DEVICE)
+        for finite in (True, False, True, True):
+            before = read_master(weight).clone()
+            given = grad if finite else torch.full_like(grad, torch.nan)
+            function(weight, given, *state, rule(finite, cautious), (0.5, 0.95), together)
+            assert finite != same_bits(read_master(weight), before)
+        ended.append((read_master(weight), *state))
+    for found, wanted in zip(*ended, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    assert state[-1] == 6
+
+
+def test_nothing_is_updated_of_an_empty_weight():
+    empty = torch.zeros(0, device=DEVICE)
+    steps = torch.tensor(0.0, device=DEVICE)
+    adam_update(Master(empty, None), empty, empty.clone(), empty.clone(), steps, rule(True), (0.5, 0.9))
+    assert steps == 1
+
+
+def test_what_the_kernel_does_not_take_is_refused():
+    value, grad, first, second = numbers()
+    steps, like, bits = torch.tensor(0.0, device=DEVICE), shared(), torch.zeros_like(value, dtype=torch.int16)
+
+    def update(weight=Master(value, None), grad=grad, first=first, second=second, betas=(0.5, 0.9), **more):
+        return lambda: adam_update(weight, grad, first, second, steps, rule(True), betas, **more)
+
+    refused(
+        ("first", update(betas=(0.0, 0.9))), ("first", update(betas=(0.5, 1.0))),
+        ("first", update(first=first.half())), ("second", update(second=second[1:])),
+        ("grad", update(grad=grad.view(2, -1))), ("weight", update(Master(value[::2], None))),
+        ("weight", update(Master(value, bits))), ("bits", update(Master(value.bfloat16(), bits[1:]))),
+        ("of_row", update(shared=like._replace(of_row=like.of_row[1:], shares=like.shares[1:]))),
+        ("shares", update(shared=like._replace(shares=like.shares[:, :2]))),
+        ("shares", update(shared=like._replace(moved=like.moved.mT.contiguous().mT))))
+    assert steps == 0
