@@ -177,7 +177,7 @@ class Config:
     # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
     canonical: bool = False
     # So many tokens share a softmax's sample; fewer have fewer targets, which saves logits. 0: all of them.
-    softmax_tokens: Count = 0       # 16,384 of 49,152 save 1.4 to 3.3% of the time, for 0.002 of loss.
+    softmax_tokens: Count = 0       # 16,384 of 49,152 save 1.4 to 3.3% of the time, for 0.001 of loss.
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
@@ -235,8 +235,7 @@ class Config:
     average_share: Share = 0.65     # of the average in the mixture
     cautious: bool = True   # Decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154).
     # Tokens of like spelling share part of their updates (kernels/optimizer/shared_updates.py). Worth 0.014
-    # on `val`, 0.017 and 0.021 on two other texts, by one pair of runs, for 1.7% of the time. Its
-    # collectives have changed since (59d935f), which was not timed.
+    # on `val`, 0.017 and 0.021 on two other texts, by one pair of runs, for 0.6% of the time.
     shared_updates: bool = False    # of GPT-2's tokens alone
 
     # ---- Validation
@@ -291,12 +290,13 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # 190 M tokens and at most 4 GPUs: the record of records/2026-11-25_two-h200-clean. Without the tails of
-    # cut documents a second epoch would start, which costs 0.1 of loss.
+    # 190 M tokens and at most 4 GPUs: the record of records/2026-11-26_one-h200. Without the tails of cut
+    # documents a second epoch would start, which costs 0.1 of loss.
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", data_path="", keep_tails=True, micro_batches=4, ngram_rows=268_435_456,
         ngram_classes=True, near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8,
-        final_lr=0.25, steps=1380, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
+        final_lr=0.25, steps=1270, shared_updates=True, softmax_tokens=16_384, canonical=True, val_fp8=False,
+        score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,

@@ -22,6 +22,9 @@ pytest.importorskip("triton")
 GPU = torch.device("cuda", 0)
 TWO_GPUS = "2026-11-22_two-h200-long-table/runs/20261122-175825-two-h200-long.jsonl.gz"
 ONE_GPU = "2026-11-25_one-h200-clean/runs/20261125-033651-one-h200.jsonl.gz"
+AS_PRESET = "2026-11-26_one-h200/runs/20261126-132326-one-h200.jsonl.gz"
+# What the preset has since and older logs lack.
+NEWER = dict(shared_updates=False, softmax_tokens=0, canonical=False, val_fp8=True)
 
 
 def sampled(*candidates: int) -> dict[tuple[int, int], int]:
@@ -74,14 +77,14 @@ def fit_into(fitting, monkeypatch):
 
 @pytest.mark.parametrize(("log", "ranks", "candidates", "newer"), [
     (TWO_GPUS, 2, sampled(12_288, 14_336, 16_384),
-     dict(ngram_classes=False, near_match=(), copy_channels=0, average_steps=0)),
-    (ONE_GPU, 1, sampled(13_056, 15_872, 18_432), {})])
+     NEWER | dict(ngram_classes=False, near_match=(), copy_channels=0, average_steps=0)),
+    (ONE_GPU, 1, sampled(13_056, 15_872, 18_432), NEWER),
+    (AS_PRESET, 1, sampled(13_056, 13_056, 13_312), {})])
 def test_the_count_of_a_measured_run(log, ranks, candidates, newer):
-    """Two H200s reported a peak of 96.65 GiB each, one reported 96.82. `newer`: what the older log lacks."""
+    """Two H200s reported a peak of 96.65 GiB each, one reported 96.82, and 98.90 with today's preset."""
     header, *_, summary = (json.loads(line) for line in gzip.open(ROOT / "records" / log, "rt"))
     preset = train_gpt.parse(["--preset", "corpus", "--data_path", "x"])[0]
-    config = replace(preset, **newer, ngram_rows=header["config"]["ngram_rows"], shared_updates=False,
-                     softmax_tokens=0)
+    config = replace(preset, **newer, ngram_rows=header["config"]["ngram_rows"])
     same = "micro_batches", "val_chunk", "width"
     assert [header["config"][name] for name in same] == [getattr(config, name) for name in same]
     need = memory.count(train_gpt, config, ranks, GPU, ranks > 1, candidates,
@@ -120,7 +123,7 @@ def test_a_checkpoints_copy_is_counted():
     """
     words = ("--preset corpus --data_path x --ngram_rows 4194304 --micro_batches 16 --steps 57 "
              "--extra_steps 3 --ngram_classes false --near_match none --copy_channels 0 --average_steps 0 "
-             "--shared_updates false --softmax_tokens 0")
+             "--shared_updates false --softmax_tokens 0 --canonical false --val_fp8 true")
     config = train_gpt.parse(words.split())[0]
     candidates = sampled(10_240, 11_520, 12_544)
     configs = [replace(config, checkpoint=folder, checkpoint_every=20) for folder in ("", "x")]
