@@ -290,7 +290,7 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # 190 M tokens and at most 4 GPUs: the record of records/2026-11-26_one-h200. Without the tails of cut
+    # 175 M tokens and at most 4 GPUs: the record of records/2026-11-26_one-h200. Without the tails of cut
     # documents a second epoch would start, which costs 0.1 of loss.
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", data_path="", keep_tails=True, micro_batches=4, ngram_rows=268_435_456,
