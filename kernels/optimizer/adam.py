@@ -121,11 +121,14 @@ def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, ste
             check(x.shape == (n,) and x.is_contiguous(), name, x, f"({n},), contiguous")
     check(first.dtype == second.dtype == torch.float32, "first", first, "float32, as second is")
     check(bits is None or stored.dtype == torch.bfloat16, "weight", stored, "bf16, if it lacks bits")
+    for name, x in (("finite", rule.finite), ("lr", rule.lr), ("decay", rule.decay)):
+        check(x.numel() == 1, name, x, "one number")
     width, tables, rows, features, moved, of_row, shares = block, 1, 1, 0, grad, grad, grad
     if shared:
         (moved, of_row, shares), (_, tables, width) = shared, shared.moved.shape
         rows, features = of_row.shape
-        check(tables * rows * width == n, "of_row", of_row, f"of the rows in {tables} tables of {n} numbers")
+        fits = tables * rows * width == n and of_row.dtype == torch.int64
+        check(fits, "of_row", of_row, f"int64, of the rows in {tables} tables of {n} numbers")
         fits = moved.is_contiguous() and of_row.is_contiguous() and shares.is_contiguous()
         check(fits and shares.shape == of_row.shape, "shares", shares, "like of_row, all contiguous")
         block = min(block, 1 << max(width - 1, 0).bit_length())

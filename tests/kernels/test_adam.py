@@ -63,14 +63,17 @@ def test_what_the_kernel_does_not_take_is_refused():
     value, grad, first, second = numbers()
     steps, like, bits = torch.tensor(0.0, device=DEVICE), shared(), torch.zeros_like(value, dtype=torch.int16)
 
-    def update(weight=Master(value, None), grad=grad, first=first, second=second, betas=(0.5, 0.9), **more):
-        return lambda: adam_update(weight, grad, first, second, steps, rule(True), betas, **more)
+    def update(weight=Master(value, None), grad=grad, first=first, second=second, betas=(0.5, 0.9),
+               rule=rule(True), **more):
+        return lambda: adam_update(weight, grad, first, second, steps, rule, betas, **more)
 
     refused(
         ("first", update(betas=(0.0, 0.9))), ("first", update(betas=(0.5, 1.0))),
         ("first", update(first=first.half())), ("second", update(second=second[1:])),
         ("grad", update(grad=grad.view(2, -1))), ("weight", update(Master(value[::2], None))),
         ("weight", update(Master(value, bits))), ("bits", update(Master(value.bfloat16(), bits[1:]))),
+        ("lr", update(rule=rule(True)._replace(lr=value))),
+        ("of_row", update(shared=like._replace(of_row=like.of_row.int()))),
         ("of_row", update(shared=like._replace(of_row=like.of_row[1:], shares=like.shares[1:]))),
         ("shares", update(shared=like._replace(shares=like.shares[:, :2]))),
         ("shares", update(shared=like._replace(moved=like.moved.mT.contiguous().mT))))
