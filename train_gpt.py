@@ -868,7 +868,7 @@ class Optimizer:
     def gather(self) -> None:
         """Make this rank's copy of all weights whole."""
         table = timetable(self.traffic, len(self.config.layers), self.tied, True, update_adam=False)
-        for work in [self.start_gather(transfer) for transfer in table.gathers]:
+        for work in list(map(self.start_gather, table.gathers)):
             wait(work)
 
     @torch.no_grad()
@@ -1117,7 +1117,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
     """The timed run: every step of the schedule from `first` on, validation off the clock, the summary."""
     config, world, schedule = trainer.config, trainer.world, trainer.schedule
     clock = Clock(world.device)
-    report = Report(log, clock, len(schedule), world.device, world.rank, world.size)
+    report = Report(log, clock, len(schedule), world)
     points = trainer.validation_points()
     report.tokens = sum(step.batch_tokens for step in islice(schedule, first))
     log.first = first
@@ -1130,19 +1130,19 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
                 candidates = trainer.loader.candidates_of(step.shape)
                 flops = step.batch_tokens * explain.flops_per_token(config, step, candidates)
                 report.add(step, flops, loss)
-                if step.index + 1 in points:
+                done = step.index + 1
+                if done in points:
                     trainer.optimizer.gather()      # on the clock, for it belongs to the step
                     with clock.paused():
-                        loss = trainer.validate(schedule.validation(step.index + 1))
-                        report.validation(step.index + 1, loss)
-                keeper.after(step.index + 1)
+                        report.validation(done, trainer.validate(schedule.validation(done)))
+                keeper.after(done)
         for text in other_texts(trainer.text, config.score, *trainer.chunks):
             report.score(text, trainer.validate(schedule.validation(len(schedule)), text))
     finally:
         report.bar.close()
     ending = startup | explain.ngram_facts(trainer.optimizer) | (
         ending_facts(world.device, config.data_path) if log.file else {})
-    report.lines = summarise(report, log, config.target, config.vocab_size == embedded.VOCAB_SIZE, ending)
+    report.lines = summarise(report, log, config, ending)
     return report
 
 

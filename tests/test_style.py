@@ -84,25 +84,14 @@ def test_what_a_long_line_is():
 
 # ---- The program and the kernels' files
 
-def docstrings(tree: ast.Module) -> set[int]:
-    """The numbers of all lines of docstrings."""
-    lines: set[int] = set()
-    for node in ast.walk(tree):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        if documented and ast.get_docstring(node) is not None:
-            lines |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    return lines
-
-
 def count_tokens(text: str) -> int:
-    """Python's tokens, without comments, line ends, indents and docstrings. An f-string is one token."""
+    """Python's tokens, without comments, line ends and indents. A string, or an f-string, is one token."""
     skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
                tokenize.ENDMARKER}
     begin, end = getattr(tokenize, "FSTRING_START", None), getattr(tokenize, "FSTRING_END", None)
-    documented, count, depth = docstrings(ast.parse(text)), 0, 0
+    count, depth = 0, 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        documents = token.type == tokenize.STRING and token.start[0] in documented
-        count += depth == 0 and token.type not in skipped and not documents
+        count += depth == 0 and token.type not in skipped
         depth += (token.type == begin) - (token.type == end) if begin else 0
     return count
 
@@ -117,8 +106,8 @@ def test_the_program_is_read_in_an_evening():
 
 
 def test_what_a_token_is():
-    assert count_tokens('"""Two\nlines."""\nx = 1  # one\n') == 3
-    assert count_tokens('def f(a):\n    """What."""\n    return f"{a} {a:>3} and {a + 1}"\n') == 8
+    assert count_tokens('"""Two\nlines."""\nx = 1  # one\n') == 4
+    assert count_tokens('def f(a):\n    """What."""\n    return f"{a} {a:>3} and {a + 1}"\n') == 9
     assert count_tokens('x = """no\ndocstring"""\n') == 3
 
 

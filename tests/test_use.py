@@ -97,7 +97,7 @@ config, cpu = train_gpt.parse(flags)[0], torch.device("cpu")
 model = train_gpt.GPT(config, cpu, train_gpt.Collectives(1))
 model.ngrams.table.data.fill_(1.0)
 log = train_gpt.RunLog("", False)
-report = train_gpt.Report(log, train_gpt.Clock(cpu), 1, cpu, 0, 1)
+report = train_gpt.Report(log, train_gpt.Clock(cpu), 1, train_gpt.World())
 def held(what):
     return int(re.search(what + r":\\s+(\\d+) kB", open("/proc/self/status").read())[1]) * 1024
 open("/proc/self/clear_refs", "w").write("5")       # The peak begins anew.
@@ -278,7 +278,7 @@ def save_untrained(config, folder) -> None:
     config = settings.change(replace(config, save=str(folder)), micro_batches=2)
     model = train_gpt.GPT(config, CPU, train_gpt.Collectives(1))
     log = train_gpt.RunLog("", False)
-    weights.save_model(model, train_gpt.Report(log, train_gpt.Clock(CPU), 1, CPU, 0, 1), log)
+    weights.save_model(model, train_gpt.Report(log, train_gpt.Clock(CPU), 1, train_gpt.World()), log)
 
 
 def test_saving_and_exporting_touch_nothing_else(config, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.example import Example
-from kernels.optimizer.master_weight import Master, Rule, apply_update
+from kernels.optimizer.master_weight import Master, Rule, apply_update, moved_by
 
 # (elements a program at most, warps). The first is used.
 CONFIGS = [(1024, 4), (1024, 8), (512, 4), (256, 2), (256, 1), (2048, 8)]
@@ -33,6 +33,15 @@ class Shared(NamedTuple):
         return (own + sum(shared).transpose(0, 1)).flatten()
 
 
+def adam_direction(grad: Tensor, first: Tensor, second: Tensor, count: Tensor,
+                   betas: tuple[float, float]) -> Tensor:
+    """m̂ / (√v̂ + ε) of the `count`-th update, from a gradient like its moments, which change in place."""
+    second.lerp_(grad.square(), 1 - betas[1])
+    first.lerp_(grad, 1 - betas[0])
+    mean = first / (1 - betas[0] ** count)
+    return mean / ((second / (1 - betas[1] ** count)).sqrt() + 1e-10)
+
+
 def adam_update_reference(weight: Master, grad: Tensor, first: Tensor, second: Tensor, steps: Tensor,
                           rule: Rule, betas: tuple[float, float], shared: Shared | None = None) -> None:
     """Update a weight (n,), its moments and the count of steps in place.
@@ -44,10 +53,7 @@ def adam_update_reference(weight: Master, grad: Tensor, first: Tensor, second: T
     """
     grad = torch.where(rule.finite, grad, 0).to(first.dtype)
     steps.add_(rule.finite)
-    second.lerp_(grad.square(), 1 - betas[1])
-    first.lerp_(grad, 1 - betas[0])
-    mean = first / (1 - betas[0] ** steps)
-    update = mean / ((second / (1 - betas[1] ** steps)).sqrt() + 1e-10)
+    update = adam_direction(grad, first, second, steps, betas)
     if shared:
         update = shared.mixed(update)
     apply_update(weight, update, rule)
@@ -97,10 +103,8 @@ def adam_kernel(weight_ptr, bits_ptr, grad_ptr, first_ptr, second_ptr, steps_ptr
         value = (high << 16 | low & 0xFFFF).to(tl.float32, bitcast=True)
     else:
         value = tl.load(weight_ptr + at, mask=mine, other=0.0).to(tl.float32)
-    decayed = tl.load(decay_ptr) * value
-    if CAUTIOUS:
-        decayed = tl.where(update * value > 0, decayed, 0.0)
-    value = tl.where(finite, value - tl.load(lr_ptr) * (update + decayed), value)
+    decay, lr = tl.load(decay_ptr), tl.load(lr_ptr)
+    value = tl.where(finite, moved_by(value, update, lr, decay, CAUTIOUS), value)
     if HALVES:
         joined = value.to(tl.int32, bitcast=True)
         tl.store(weight_ptr + at, (joined >> 16).to(tl.int16), mask=mine)

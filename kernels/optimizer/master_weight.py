@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.backend import tl, triton
+
 
 class Master(NamedTuple):
     """A float32 master weight in two halves."""
@@ -52,3 +54,12 @@ def apply_update(weight: Master, update: Tensor, rule: Rule) -> None:
     value = read_master(weight)
     decayed = torch.where(update * value > 0, rule.decay * value, 0) if rule.cautious else rule.decay * value
     write_master(weight, torch.where(rule.finite, value - rule.lr * (update + decayed), value))
+
+
+@triton.jit
+def moved_by(value, update, lr, decay, CAUTIOUS: tl.constexpr):
+    """In a kernel, what `apply_update` makes of a float32 value where the step is finite."""
+    decayed = decay * value
+    if CAUTIOUS:
+        decayed = tl.where(update * value > 0, decayed, 0.0)
+    return value - lr * (update + decayed)

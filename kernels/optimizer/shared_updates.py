@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kernels.embedding import add_rows, add_rows_reference, lookup
 from kernels.example import Example
-from kernels.optimizer.adam import Shared
+from kernels.optimizer.adam import Shared, adam_direction
 from kernels.ranks.collectives import wait
 
 add_several = partial(add_rows, once=False)     # A token's gradient is added to each of its features.
@@ -38,6 +38,7 @@ class Features(NamedTuple):
     rows: Tensor        # (pairs,) int32, ascending: features …
     tokens: Tensor      # … and a token that has each, int64
     count: int
+
 
 def number_features(features: np.ndarray, rows: int, device: torch.device, rank: int = 0,
                     ranks: int = 1) -> Features:
@@ -80,11 +81,8 @@ def feature_update(sums: Tensor, first: Tensor, second: Tensor, steps: Tensor, f
     The moments, float32 and of the shape of `sums`, change as well. `steps` and `finite`: as in Adam, before
     it counts this step.
     """
-    grads, count = torch.where(finite, sums, 0).float(), steps + 1
-    second.lerp_(grads.square(), 1 - betas[1])
-    first.lerp_(grads, 1 - betas[0])
-    size = (second / (1 - betas[1] ** count)).sqrt() + 1e-10
-    sums.copy_(first / (1 - betas[0] ** count) / size)
+    grads = torch.where(finite, sums, 0).float()
+    sums.copy_(adam_direction(grads, first, second, steps + 1, betas))
 
 
 class SharedUpdates:

@@ -26,7 +26,7 @@ from torch import Tensor
 from kernels.backend import check, tl, triton
 from kernels.example import Example
 from kernels.ngrams.row_gradients import RowGradients, enlist, no_gradients
-from kernels.optimizer.master_weight import Master, Rule, apply_update
+from kernels.optimizer.master_weight import Master, Rule, apply_update, moved_by
 
 # (elements a tile, warps). A tile is as many whole rows as fit. The first is used.
 CONFIGS = [(1024, 4), (256, 1), (512, 2), (512, 4), (2048, 8), (128, 1)]
@@ -86,10 +86,7 @@ def row_adam_kernel(weight_ptr, grads_ptr, listed_ptr, count_ptr, place_ptr, sec
         second = second * tl.exp2(gap * LOG2_BETA2)[:, None] + (1 - BETA2) * (tl.sum(g * g, 2) / BLOCK)
         root = tl.sqrt(second / (1 - tl.exp2(steps * LOG2_BETA2))) + 1e-10
         update = tl.reshape(g / root[:, :, None], (ROWS, COLUMNS))
-        decayed = decay * weight
-        if CAUTIOUS:
-            decayed = tl.where(update * weight > 0, decayed, 0.0)
-        weight -= lr * (update + decayed)
+        weight = moved_by(weight, update, lr, decay, CAUTIOUS)
         tl.store(weight_ptr + at, weight.to(weight_ptr.dtype.element_ty), mask=mine)
         tl.store(second_ptr + at_second, second, mask=has_second & moved[:, None])
         tl.store(last_ptr + row, tl.zeros_like(gap) + steps, mask=moved)

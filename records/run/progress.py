@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from data import embedded
 from data.errors import printable
 from data.scoring import ScoredText
 from records.run.clock import Clock, Lap
@@ -25,18 +26,20 @@ class Report:
     except before a validation, which waits anyway.
     """
 
-    def __init__(self, log: RunLog, clock: Clock, steps: int, device: torch.device, rank: int, ranks: int):
-        self.log, self.clock, self.device, self.rank, self.ranks = log, clock, device, rank, ranks
+    def __init__(self, log: RunLog, clock: Clock, steps: int, world):
+        """For so many `steps` of the program's ranks, its `world`."""
+        self.log, self.clock = log, clock
+        self.device, self.rank, self.ranks = world.device, world.rank, world.size
         # One buffer for all steps is made here, because pinning memory during the run can wait for the GPU.
-        self.losses = torch.empty(steps, pin_memory=device.type == "cuda")
+        self.losses = torch.empty(steps, pin_memory=self.device.type == "cuda")
         self.pending: deque[tuple[object, float, Lap]] = deque()
         self.step_ms: list[float] = []
         self.scores: dict[str, float] = {}      # of other texts, after the run
         self.lines: list[str] = []              # what a person reads behind the run
         self.tokens, self.loss, self.validation_loss = 0, math.nan, math.nan
         self.steps_done, self.tokens_before = 0, 0      # of the training; before this process
-        self.peak = peak_flops(device)
-        self.bar = tqdm(total=steps, unit="step", disable=rank > 0, dynamic_ncols=True, mininterval=0.5)
+        self.peak = peak_flops(self.device)
+        self.bar = tqdm(total=steps, unit="step", disable=self.rank > 0, dynamic_ncols=True, mininterval=0.5)
 
     def add(self, step, flops: float, loss: Tensor) -> None:
         """A `train_gpt.Step` of so many FLOP on all ranks has been launched.
@@ -96,9 +99,8 @@ class Report:
             print(printable(line))
 
 
-def summarise(report: Report, log: RunLog, target: float, bits: bool,
-              ending: dict[str, object]) -> list[str]:
-    """Log what the run came to; returns lines for a person. `bits`: a token is a byte, so bits per byte too.
+def summarise(report: Report, log: RunLog, config, ending: dict[str, object]) -> list[str]:
+    """Log what the run of a `train_gpt.Config` came to; returns lines for a person.
 
     `ending`: what else the summary says: how long the start took, on what data and devices the run was.
     """
@@ -116,10 +118,11 @@ def summarise(report: Report, log: RunLog, target: float, bits: bool,
     log.write("summary", **summary)
     if report.rank:
         return []
-    per_byte, taken = f" = {loss / math.log(2):.3f} bits per byte" if bits else "", len(report.step_ms)
+    bytewise, taken = config.vocab_size == embedded.VOCAB_SIZE, len(report.step_ms)     # A token is a byte.
+    per_byte = f" = {loss / math.log(2):.3f} bits per byte" if bytewise else ""
     lines = [f"validation loss {loss:.4f} nats a token{per_byte} after {report.steps_done} steps"
              f"{f', the last {taken} of them' * (taken < report.steps_done)} in {seconds:.1f} s (target "
-             f"{target})",
+             f"{config.target})",
              f"{summary['tokens_per_s']:,.0f} tokens/s; step p50 {p50:.1f}, p95 {p95:.1f}, max "
              f"{max(report.step_ms):.1f} ms; peak memory {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}; "
              f"started in {ending['startup_s']:.1f} s"]

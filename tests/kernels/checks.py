@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.example import Example, copied, in_double, largest_error, tensors
+from kernels.optimizer import Master, write_master
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Triton's interpreter computes tl.dot wrongly in bfloat16. On a GPU kernels in float32 take minutes to
@@ -16,6 +17,13 @@ DTYPE = DTYPES[0]
 
 def random(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def in_halves(value: torch.Tensor) -> Master:
+    """A float32 master weight of this value."""
+    master = Master(torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16))
+    write_master(master, value)
+    return master
 
 
 def error(out: torch.Tensor, exact: torch.Tensor) -> float:

@@ -1,9 +1,9 @@
 """Adam's kernel against its reference, also where a step is not finite and where rows share updates."""
 import pytest
 import torch
-from checks import DEVICE, DTYPE, refused, same_bits
+from checks import DEVICE, DTYPE, in_halves, refused, same_bits
 
-from kernels.optimizer import Master, Rule, adam_update, adam_update_reference, read_master, write_master
+from kernels.optimizer import Master, Rule, adam_update, adam_update_reference, read_master
 from kernels.optimizer.adam import Shared
 
 TABLES, ROWS, WIDTH, FEATURES = 2, 37, 80, 5
@@ -22,12 +22,6 @@ def numbers() -> tuple[torch.Tensor, ...]:
 def shared() -> Shared:
     of_row = torch.arange(ROWS * 3, device=DEVICE).view(ROWS, 3) % FEATURES
     return Shared(torch.randn(FEATURES, TABLES, WIDTH, device=DEVICE).to(DTYPE), of_row, of_row / 20.0)
-
-
-def in_halves(value: torch.Tensor) -> Master:
-    master = Master(torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16))
-    write_master(master, value)
-    return master
 
 
 @pytest.mark.parametrize("halves, with_features", [(True, True), (True, False), (False, True)])

@@ -1,14 +1,8 @@
 """A float32 master weight in two halves, and the step that moves it."""
 import torch
-from checks import DEVICE
+from checks import DEVICE, in_halves
 
-from kernels.optimizer.master_weight import Master, Rule, apply_update, read_master, write_master
-
-
-def in_halves(value: torch.Tensor) -> Master:
-    master = Master(torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16))
-    write_master(master, value)
-    return master
+from kernels.optimizer.master_weight import Master, Rule, apply_update, read_master
 
 
 def rule(lr: float, decay: float, finite: bool = True, cautious: bool = False) -> Rule:
