@@ -112,6 +112,7 @@ def test_tokens_with_a_feature_in_common_move_together(config, monkeypatch):
 
 
 def test_adam_keeps_its_state_from_what_is_not_finite():
+    """So does Adam for the features that tokens share."""
     weight, first, second = torch.ones(3), torch.ones(3), torch.ones(3)
     steps, lr, decay = torch.tensor(4.0), torch.tensor(1.0), torch.tensor(0.0)
     rule = updates.Rule(torch.tensor(False), lr, decay, True)
@@ -119,6 +120,8 @@ def test_adam_keeps_its_state_from_what_is_not_finite():
     updates.adam_update_reference(
         updates.Master(weight, None), grad, first, second, steps, rule, (0.9, 0.99))
     assert steps == 4 and (weight == 1).all() and first.isfinite().all() and second.isfinite().all()
+    updates.feature_update(grad, first, second, steps, rule.finite, (0.9, 0.99))
+    assert first.isfinite().all() and second.isfinite().all()
 
 
 @pytest.mark.parametrize("squares, length, rates", [(True, 32, [1.0, 1.0]), (True, 24, [1.0, 3.0]),
