@@ -22,9 +22,10 @@ pytest.importorskip("triton")
 GPU = torch.device("cuda", 0)
 TWO_GPUS = "2026-11-22_two-h200-long-table/runs/20261122-175825-two-h200-long.jsonl.gz"
 ONE_GPU = "2026-11-25_one-h200-clean/runs/20261125-033651-one-h200.jsonl.gz"
-AS_PRESET = "2026-11-26_one-h200/runs/20261126-132326-one-h200.jsonl.gz"
-# What the preset has since and older logs lack.
-NEWER = dict(shared_updates=False, softmax_tokens=0, canonical=False, val_fp8=True)
+SHARED = "2026-11-26_one-h200/runs/20261126-132326-one-h200.jsonl.gz"
+# What the preset has since, or no longer has.
+FEWER = dict(layers=train_gpt.SPEEDRUN_LAYERS, micro_batches=4)
+NEWER = FEWER | dict(shared_updates=False, softmax_tokens=0, canonical=False, val_fp8=True)
 
 
 def sampled(*candidates: int) -> dict[tuple[int, int], int]:
@@ -79,9 +80,9 @@ def fit_into(fitting, monkeypatch):
     (TWO_GPUS, 2, sampled(12_288, 14_336, 16_384),
      NEWER | dict(ngram_classes=False, near_match=(), copy_channels=0, average_steps=0)),
     (ONE_GPU, 1, sampled(13_056, 15_872, 18_432), NEWER),
-    (AS_PRESET, 1, sampled(13_056, 13_056, 13_312), {})])
+    (SHARED, 1, sampled(13_056, 13_056, 13_312), FEWER)])
 def test_the_count_of_a_measured_run(log, ranks, candidates, newer):
-    """Two H200s reported a peak of 96.65 GiB each, one reported 96.82, and 98.90 with today's preset."""
+    """Two H200s reported a peak of 96.65 GiB each, one reported 96.82, and 98.90 with shared updates."""
     header, *_, summary = (json.loads(line) for line in gzip.open(ROOT / "records" / log, "rt"))
     preset = train_gpt.parse(["--preset", "corpus", "--data_path", "x"])[0]
     config = replace(preset, **newer, ngram_rows=header["config"]["ngram_rows"])
@@ -107,7 +108,7 @@ def test_samples_of_parts_are_counted():
 
     Their gradients in FP8 are kept twice, until the backward pass.
     """
-    preset = replace(train_gpt.PRESETS["corpus"], extra_steps=0)      # They take all logits.
+    preset = replace(train_gpt.PRESETS["corpus"], micro_batches=4, extra_steps=0)   # which take all logits
     whole, parts = (
         memory.count(train_gpt, replace(preset, softmax_tokens=share), 1, GPU, False, sampled(*candidates),
                      [65_536])[65_536]
@@ -124,7 +125,7 @@ def test_a_checkpoints_copy_is_counted():
     words = ("--preset corpus --data_path x --ngram_rows 4194304 --micro_batches 16 --steps 57 "
              "--extra_steps 3 --ngram_classes false --near_match none --copy_channels 0 --average_steps 0 "
              "--shared_updates false --softmax_tokens 0 --canonical false --val_fp8 true")
-    config = train_gpt.parse(words.split())[0]
+    config = replace(train_gpt.parse(words.split())[0], layers=train_gpt.SPEEDRUN_LAYERS)
     candidates = sampled(10_240, 11_520, 12_544)
     configs = [replace(config, checkpoint=folder, checkpoint_every=20) for folder in ("", "x")]
     need, more = (memory.count(train_gpt, config, 1, GPU, False, candidates, [65_536])[65_536]
@@ -177,6 +178,16 @@ def test_what_is_chosen_needs_as_much_when_it_is_given(fitting):
     choice, need = fit.Fitting(fitting.config, fake_world(), room, train_gpt).first(())
     given = fit.Fitting(choice, fake_world(), room, train_gpt).first(tuple(fit.COSTS))
     assert choice.val_chunk < fitting.config.val_chunk and given == (choice, need)
+
+
+def test_each_rank_gets_a_micro_batch(fit_into, speedrun, monkeypatch):
+    """Where the setting was not given; else so many ranks are refused."""
+    config = replace(speedrun, micro_batches=2)
+    monkeypatch.setattr(fit, "room_of", lambda _: int(140e9))
+    for ranks, wanted in ((1, 2), (4, 4)):
+        assert fit.fit(config, (), fake_world(size=ranks), train_gpt.Trainer).micro_batches == wanted
+    with pytest.raises(UserError, match="4 ranks do not divide the 2 micro-batches"):
+        fit.fit(config, ("micro_batches",), fake_world(size=4), train_gpt.Trainer)
 
 
 @pytest.mark.parametrize("given", fit.COSTS)

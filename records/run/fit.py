@@ -75,6 +75,8 @@ def fit(config, given: Collection[str], world, trainer: type):
             print(f"doctor: {finding}")
     if world.device.type != "cuda":
         return config
+    if "micro_batches" not in given and can_split(config, world.size):
+        config = replace(config, micro_batches=max(config.micro_batches, world.size))   # one for each rank
     embedded.provide(config.data_path, world.rank, world.barrier)      # Candidates are counted in its text.
     check_machine(config, world.size, world.device)
     fitting = Fitting(config, world, room_of(world), sys.modules[trainer.__module__])
