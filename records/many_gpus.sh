@@ -10,8 +10,8 @@ python=${PYTHON:-python}
 mkdir -p "$folder"
 folder=$(cd "$folder" && pwd)
 export RUNS_PATH=${RUNS_PATH:-$folder/runs}
-# Batches, steps and rates are those of the preset; only micro-batches must be shared out evenly.
-read -ra settings <<<"${SETTINGS:---preset corpus --micro_batches 8}"
+# Batches, steps and rates are those of the preset, with a micro-batch for each GPU, which `scaling` has to be told.
+read -ra settings <<<"${SETTINGS:---preset corpus --micro_batches $gpus}"
 
 measure() {    # measure SECONDS NAME COMMAND ...: its output goes into FOLDER/NAME.txt
     local limit=$1 name=$2 begin=$SECONDS

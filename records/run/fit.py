@@ -64,7 +64,8 @@ class Fitting:
 def fit(config, given: Collection[str], world, trainer: type):
     """`config` with such `micro_batches`, `ngram_rows` and `val_chunk` as fit each GPU of the `world`.
 
-    Settings that were `given` stay as they are: UserError if they do not fit, with some that do. Prints what
+    Where `micro_batches` was not given, each rank has at least one, if they divide the batches. Settings that
+    were `given` stay as they are: UserError if they do not fit, with some that do. Prints what
     it needs and changes, and leaves what it found in `world.found`, for the log: memory, and with
     `config.doctor` the machine's figures. On a CPU nothing has to fit.
     """

@@ -4,8 +4,8 @@
 
 Trains for a few steps of each of three batches, on each number of ranks, with collectives by copies between
 GPUs and by NCCL (gloo on a CPU), and reads the milliseconds out of the logs. Settings go to train_gpt.py, but
-for those that this tool sets: a line names them. `--micro_batches` has to suit the most ranks, so that all
-compute the same.
+for those that this tool sets: a line names them. Give `--micro_batches` for the most ranks: without it each
+number of ranks may have another, and would not compute the same.
 """
 import json
 import math
