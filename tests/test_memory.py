@@ -24,9 +24,9 @@ TWO_GPUS = "2026-11-22_two-h200-long-table/runs/20261122-175825-two-h200-long.js
 ONE_GPU = "2026-11-25_one-h200-clean/runs/20261125-033651-one-h200.jsonl.gz"
 AS_PRESET = "2026-11-26_two-h200/runs/20261126-155041-two-h200.jsonl.gz"
 SHARED = "2026-11-26_one-h200/runs/20261126-132326-one-h200.jsonl.gz"
-# What the preset has since, or no longer has.
-FEWER = dict(layers=train_gpt.SPEEDRUN_LAYERS, micro_batches=4)
-NEWER = FEWER | dict(shared_updates=False, softmax_tokens=0, canonical=False, val_fp8=True)
+# What the preset has no longer, and what it lacked before.
+EIGHT_LAYERS = dict(layers=train_gpt.SPEEDRUN_LAYERS, micro_batches=4)
+BEFORE = EIGHT_LAYERS | dict(shared_updates=False, softmax_tokens=0, canonical=False, val_fp8=True)
 
 
 def sampled(*candidates: int) -> dict[tuple[int, int], int]:
@@ -77,17 +77,17 @@ def fit_into(fitting, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(("log", "ranks", "candidates", "newer"), [
+@pytest.mark.parametrize(("log", "ranks", "candidates", "settings"), [
     (TWO_GPUS, 2, sampled(12_288, 14_336, 16_384),
-     NEWER | dict(ngram_classes=False, near_match=(), copy_channels=0, average_steps=0)),
-    (ONE_GPU, 1, sampled(13_056, 15_872, 18_432), NEWER),
-    (SHARED, 1, sampled(13_056, 13_056, 13_312), FEWER),
+     BEFORE | dict(ngram_classes=False, near_match=(), copy_channels=0, average_steps=0)),
+    (ONE_GPU, 1, sampled(13_056, 15_872, 18_432), BEFORE),
+    (SHARED, 1, sampled(13_056, 13_056, 13_312), EIGHT_LAYERS),
     (AS_PRESET, 2, sampled(13_056, 13_056, 13_312), {})])
-def test_the_count_of_a_measured_run(log, ranks, candidates, newer):
+def test_the_count_of_a_measured_run(log, ranks, candidates, settings):
     """Peaks in GiB: 96.65 on two H200s, 96.82 on one, 98.90 with shared updates, 75.34 with 7 layers."""
     header, *_, summary = (json.loads(line) for line in gzip.open(ROOT / "records" / log, "rt"))
     preset = train_gpt.parse(["--preset", "corpus", "--data_path", "x"])[0]
-    config = replace(preset, **newer, ngram_rows=header["config"]["ngram_rows"])
+    config = replace(preset, **settings, ngram_rows=header["config"]["ngram_rows"])
     same = "micro_batches", "val_chunk", "width"
     assert [header["config"][name] for name in same] == [getattr(config, name) for name in same]
     need = memory.count(train_gpt, config, ranks, GPU, ranks > 1, candidates,
@@ -182,12 +182,13 @@ def test_what_is_chosen_needs_as_much_when_it_is_given(fitting):
     assert choice.val_chunk < fitting.config.val_chunk and given == (choice, need)
 
 
-def test_each_rank_gets_a_micro_batch(fit_into, speedrun, monkeypatch):
-    """Where the setting was not given; else so many ranks are refused."""
+def test_each_rank_gets_a_micro_batch(speedrun, monkeypatch, capsys):
+    """Where the setting was not given, and a line says so; else so many ranks are refused."""
     config = replace(speedrun, micro_batches=2)
     monkeypatch.setattr(fit, "room_of", lambda _: int(140e9))
-    for ranks, wanted in ((1, 2), (4, 4)):
-        assert fit.fit(config, (), fake_world(size=ranks), train_gpt.Trainer).micro_batches == wanted
+    for ranks, said in ((1, False), (4, True)):
+        assert fit.fit(config, (), fake_world(size=ranks), train_gpt.Trainer).micro_batches == max(2, ranks)
+        assert ("--micro_batches 4 (which packs other batches" in capsys.readouterr().out) == said
     with pytest.raises(UserError, match="4 ranks do not divide the 2 micro-batches"):
         fit.fit(config, ("micro_batches",), fake_world(size=4), train_gpt.Trainer)
 

@@ -26,7 +26,7 @@ LIMIT = "GPU_MEMORY_LIMIT_GB"           # environment: use no more than this of 
 # and NCCL's buffers. Not measured.
 OUTSIDE = 1_500_000_000
 SHORTEST = 2 ** 20                      # rows of an n-gram table; a shorter one is hardly worth its time
-COSTS = {"micro_batches": "which packs other batches, and is slower",
+COSTS = {"micro_batches": "which packs other batches; more are slower",
          "ngram_rows": "a shorter table, whose loss is higher", "val_chunk": "which changes no result"}
 
 
@@ -65,9 +65,9 @@ def fit(config, given: Collection[str], world, trainer: type):
     """`config` with such `micro_batches`, `ngram_rows` and `val_chunk` as fit each GPU of the `world`.
 
     Where `micro_batches` was not given, each rank has at least one, if they divide the batches. Settings that
-    were `given` stay as they are: UserError if they do not fit, with some that do. Prints what
-    it needs and changes, and leaves what it found in `world.found`, for the log: memory, and with
-    `config.doctor` the machine's figures. On a CPU nothing has to fit.
+    were `given` stay as they are: UserError if they do not fit, with some that do. Prints what it needs and
+    changes, and leaves what it found in `world.found`, for the log: memory, and with `config.doctor` the
+    machine's figures. On a CPU nothing has to fit.
     """
     if config.doctor:
         from records.tools import doctor  # a program of its own, which few runs need
@@ -76,11 +76,12 @@ def fit(config, given: Collection[str], world, trainer: type):
             print(f"doctor: {finding}")
     if world.device.type != "cuda":
         return config
+    wanted = config
     if "micro_batches" not in given and can_split(config, world.size):
-        config = replace(config, micro_batches=max(config.micro_batches, world.size))   # one for each rank
+        wanted = replace(config, micro_batches=max(config.micro_batches, world.size))   # one for each rank
     embedded.provide(config.data_path, world.rank, world.barrier)      # Candidates are counted in its text.
-    check_machine(config, world.size, world.device)
-    fitting = Fitting(config, world, room_of(world), sys.modules[trainer.__module__])
+    check_machine(wanted, world.size, world.device)
+    fitting = Fitting(wanted, world, room_of(world), sys.modules[trainer.__module__])
     choice, need = fitting.first(given)
     total, room = need.total(config.capture), fitting.room
     if choice is None:
