@@ -20,6 +20,9 @@ from data.shards import ShardError, shards_in
 AHEAD = 4           # steps whose batches are made before they are asked for
 MEASURED = 64       # steps of validation text that the bounds of a batch are taken from
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
+# How much text cuts drop is known before the run from the validation text alone. If by that a schedule
+# reads more than there is, by more than this share, the run is refused; else it may end before its time.
+LACKING = 0.05
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Bounds(NamedTuple):
     """Sizes of a micro-batch that hold for a whole stage, so that a captured step fits all of its steps."""
     sequences: int              # A micro-batch with more of them ends early.
     targets: int                # different ones that share a sample, and a document's start; 0: not counted
+    read: float = 1.0           # tokens of text that a trained token takes, with what cuts drop
 
 
 class Plan:
@@ -136,13 +140,13 @@ class Plan:
                 micro_batches.append(spans)
             yield micro_batches
 
-    def too_few(self, index: int) -> str:
-        """The message where the text ends in the step `index`."""
+    def too_few(self, index: int, how: str = "") -> str:
+        """The message where the text ends in the step `index`; `how` that is known."""
         wanted, folder = [shape.tokens for shape in self.shapes], self.settings.folder
         total = self.text.size()
         lasted = sum(wanted[:index]) or total * self.settings.epochs
         return (f"{folder}: {len(self.text)} training shards with {total:,} tokens last for "
-                f"{index} of {len(wanted)} steps; add shards (FineWeb's: python -m data.fineweb), or set "
+                f"{index} of {len(wanted)} steps{how}; add shards (FineWeb's: python -m data.fineweb), or set "
                 f"--epochs {math.ceil(self.settings.epochs * sum(wanted) / lasted)} or lower --steps to "
                 f"about {min(lasted / sum(wanted), 1):.0%} of what it is")
 
@@ -162,8 +166,10 @@ def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, 
     bounds = {}
     for shape in dict.fromkeys(shapes):
         plan = Plan(replace(settings, epochs=-1), [shape] * MEASURED, "val")
-        sequences, targets = 0, 0
+        sequences, targets, read = 0, 0, 0
         for spans in (spans for step in plan.make() for spans in step):
+            read += sum(plan.text.length(shard, first, last, shape.sequence_length)
+                        for shard, first, last, _ in spans)
             sequences = max(sequences, sum(last - first for _, first, last, _ in spans))
             if shape.samples:
                 pieces = [text[start + 1:start + 1 + length] for text, start, length
@@ -172,7 +178,8 @@ def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, 
                 targets = max(targets, *(int(np.count_nonzero(np.bincount(part))) + 1 for part in parts))
         old = bounds.get(shape.tokens, Bounds(0, 0))
         bounds[shape.tokens] = Bounds(max(old.sequences, sequences + sequences // 4 + 8),
-                                      max(old.targets, targets))
+                                      max(old.targets, targets),
+                                      1.0 if settings.keep_tails else read / (shape.tokens * MEASURED))
     return bounds
 
 
@@ -192,10 +199,15 @@ class Loader:
         self.settings, self.shapes, self.rank, self.ranks, self.device = settings, shapes, rank, ranks, device
         self.bounds = bounds or measure_bounds(settings, shapes)
         self.plan = Plan(settings, shapes, split, self.bounds)
-        taken, total = np.cumsum([shape.tokens for shape in shapes]), self.plan.text.size()
-        self.epochs = float(taken[-1] / total)      # at least: what cuts drop comes on top
-        if self.epochs > settings.epochs > 0:
-            raise ShardError(self.plan.too_few(int(np.searchsorted(taken, total * settings.epochs, "right"))))
+        taken = np.array([shape.tokens for shape in shapes])
+        read = taken * [self.bounds[shape.tokens].read for shape in shapes]
+        total = self.plan.text.size()
+        self.epochs = float(read.sum() / total)     # if training documents are as long as the scored ones
+        for each, text, how in ((taken, total, ""),
+                                (read, total * (1 + LACKING), " if documents are as long as in validation")):
+            lasting = int(np.searchsorted(each.cumsum(), text * settings.epochs, "right"))
+            if lasting < len(shapes) and settings.epochs > 0:
+                raise ShardError(self.plan.too_few(lasting, how))
 
     def rehearsal(self, shapes: Seq[StepShape]) -> "Loader":
         """Batches of the same form from the validation text, again and again if it is short."""

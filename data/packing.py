@@ -112,6 +112,12 @@ class ShardedText:
     def tokens(self, shard: int) -> np.ndarray:
         return self.open(shard)[0]
 
+    def length(self, shard: int, first: int, last: int, cut: int) -> int:
+        """Tokens of text from the start of a shard's sequence `first` to that of `last`, or to the end."""
+        starts, _ = self.sequences(shard, cut)
+        end = starts[last] if last < len(starts) else len(self.tokens(shard))
+        return int(end - starts[first])
+
     def sequences(self, shard: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the shard's sequences start, (n,), and the lengths' sum before each and of all, (n + 1,)."""
         if (shard, cut) not in self.cuts:

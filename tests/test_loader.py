@@ -355,7 +355,7 @@ def test_validation_scores_every_token_once(config):
 
 
 def test_too_few_tokens(tmp_path, config):
-    write_documents(tmp_path, {"train_000000": [100] * 60, "val_000000": [300] * 10})
+    write_documents(tmp_path, {"train_000000": [100] * 60, "val_000000": [100] * 30})
     config = replace(config, data_path=str(tmp_path))
     message = r"1 training shards with 6,000 tokens last for 3 of 8 steps; add shards"
     with pytest.raises(ShardError, match=message) as error:
@@ -365,6 +365,16 @@ def test_too_few_tokens(tmp_path, config):
     write_documents(tmp_path, {"train_000000": [10]})
     with pytest.raises(ShardError, match="last for 0 of 8 steps; .*--epochs 1844 "):
         loader(config)
+    # What cuts will drop is known from the validation text. Without it 3 epochs would seem enough, and the run
+    # would end before its time.
+    write_documents(tmp_path, {"train_000000": [600] * 20, "val_000000": [600] * 5})
+    trained = sum(step.tokens for step in shapes(config))
+    assert 12_000 < trained < 3 * 12_000
+    with pytest.raises(ShardError, match="of 8 steps if documents are as long as in validation; .*--epochs"):
+        loader(replace(config, epochs=3))
+    enough = loader(replace(config, epochs=20))
+    assert 3 * 1.05 < enough.epochs < 20 and len(enough.plan.of(7)) == config.micro_batches
+    assert loader(replace(config, epochs=3, keep_tails=True)).epochs == trained / 12_000
     with pytest.raises(ShardError, match="3,000 validation tokens, to score 9,000 .* at most 2999 "):
         validation(replace(config, val_tokens=9000))
     with pytest.raises(ValueError, match="sequences of 256 tokens in chunks of 255"):

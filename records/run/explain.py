@@ -95,8 +95,9 @@ def announcement(facts: dict, devices: str) -> str:
         computed = ", ".join(f"{n:,}" for n in facts["candidates"])
         lines.append(f"sampled softmax: {computed} of {facts['vocabulary']:,} logits a token")
     if facts["epochs"] > 1:
-        lines.append(f"data: the schedule takes {facts['epochs']:.2f} epochs of {facts['shards']} shards; "
-                     "tokens repeat after the first")
+        repeated = facts["config"]["epochs"] > 1
+        lines.append(f"data: the schedule takes about {facts['epochs']:.2f} epochs of {facts['shards']} "
+                     f"shards; {'tokens repeat after the first' if repeated else 'it may end before its time'}")
     return "\n".join(lines)
 
 
