@@ -145,8 +145,8 @@ class Plan:
         wanted, folder = [shape.tokens for shape in self.shapes], self.settings.folder
         total = self.text.size()
         lasted = sum(wanted[:index]) or total * self.settings.epochs
-        return (f"{folder}: {len(self.text)} training shards with {total:,} tokens last for "
-                f"{index} of {len(wanted)} steps{how}; add shards (FineWeb's: python -m data.fineweb), or set "
+        return (f"{folder}: {len(self.text)} training shards with {total:,} tokens last for {index} of "
+                f"{len(wanted)} steps{how}; add shards (FineWeb's: python -m data.fineweb), or set "
                 f"--epochs {math.ceil(self.settings.epochs * sum(wanted) / lasted)} or lower --steps to "
                 f"about {min(lasted / sum(wanted), 1):.0%} of what it is")
 

@@ -365,8 +365,8 @@ def test_too_few_tokens(tmp_path, config):
     write_documents(tmp_path, {"train_000000": [10]})
     with pytest.raises(ShardError, match="last for 0 of 8 steps; .*--epochs 1844 "):
         loader(config)
-    # What cuts will drop is known from the validation text. Without it 3 epochs would seem enough, and the run
-    # would end before its time.
+    # What cuts will drop is known from the validation text. Without it 3 epochs would seem enough, and the
+    # run would end before its time.
     write_documents(tmp_path, {"train_000000": [600] * 20, "val_000000": [600] * 5})
     trained = sum(step.tokens for step in shapes(config))
     assert 12_000 < trained < 3 * 12_000

@@ -95,9 +95,9 @@ def announcement(facts: dict, devices: str) -> str:
         computed = ", ".join(f"{n:,}" for n in facts["candidates"])
         lines.append(f"sampled softmax: {computed} of {facts['vocabulary']:,} logits a token")
     if facts["epochs"] > 1:
-        repeated = facts["config"]["epochs"] > 1
+        end = "tokens repeat after the first" if facts["config"]["epochs"] > 1 else "it may end too soon"
         lines.append(f"data: the schedule takes about {facts['epochs']:.2f} epochs of {facts['shards']} "
-                     f"shards; {'tokens repeat after the first' if repeated else 'it may end before its time'}")
+                     f"shards; {end}")
     return "\n".join(lines)
 
 
