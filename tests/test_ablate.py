@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TINY
@@ -12,6 +13,7 @@ from conftest import ROOT, TINY
 import train_gpt
 from records.run.settings import UserError, change
 from records.tools import ablate, against
+from records.tools.screen import design, effects
 
 SMALL = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768", "--val_every",
          "0"]
@@ -138,6 +140,72 @@ def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch,
     assert ablate.main() == 2 and "no setting 'nothing'" in capsys.readouterr().err
 
 
+# Many changes in few runs
+
+@pytest.mark.parametrize("changes, runs", [(1, 8), (4, 8), (5, 12), (8, 12), (9, 20), (16, 20), (20, 24)])
+def test_every_change_is_made_as_often_with_each_other_as_without(changes, runs):
+    made = design(changes)
+    assert made.shape == (runs, changes) and not made[-1].any()
+    signs = np.where(made, 1, -1)
+    assert np.array_equal(signs.T @ signs, runs * np.eye(changes)) and not signs.sum(0).any()
+
+
+@pytest.mark.parametrize("changes", [0, 21])
+def test_changes_that_no_design_has(changes):
+    with pytest.raises(UserError, match=f"1 to 20 changes to --try, not {changes}"):
+        design(changes)
+
+
+def test_effects_are_those_of_least_squares_and_their_intervals_hold():
+    made, true, rng = design(8), np.linspace(-0.004, 0.01, 8), np.random.default_rng(0)
+    columns = np.hstack([np.ones((12, 1)), made])
+    held = []
+    for _ in range(2000):
+        losses = 3.5 + made @ true + rng.normal(0, 0.003, 12)
+        found, half = effects(made, losses)
+        held += list(abs(found - true) < half)
+    fitted, (rest,), *_ = np.linalg.lstsq(columns, losses)
+    assert np.allclose(found, fitted[1:], atol=1e-12)
+    # A coefficient's standard error, and 3.182 of those for 3 degrees of freedom.
+    error = np.sqrt(rest / 3 * np.linalg.inv(columns.T @ columns)[1, 1])
+    assert half == pytest.approx(3.1824 * error, rel=1e-4)
+    assert np.mean(held) == pytest.approx(0.95, abs=0.01)
+
+
+def test_whole_runs_screen_changes_together(config, monkeypatch):
+    seen = []
+
+    def trained(config, _):
+        seen.append((config.seed, config.smear, config.cautious, config.steps))
+        loss = 3.3 + 0.02 * (not config.smear) - 0.01 * (not config.cautious)
+        return ablate.Result(loss, 10.0 - (not config.smear), [1.0], {"clean": loss + 0.3})
+
+    monkeypatch.setattr(ablate, "trained", trained)
+    argv, tries = ["--preset", "cpu", "--seed", "5", "--runs", "2"], ["smear=false", "cautious=false,steps=7"]
+    said = []
+    rows = rows_of(ablate.train_screened(tries, argv, None, said.append))
+    assert [seed for seed, *_ in seen] == list(range(5, 21)) and len(said) == 16
+    assert {(cautious, steps) for *_, cautious, steps in seen} == {(True, 120), (False, 7)}
+    assert seen[7][1:] == (True, True, 120) and said[7].endswith("clean 3.6000; with no change")
+    assert rows[0] == ["16 runs", "loss ± 0.0000", "clean ± 0.0000", "s ± 0.00"]
+    assert rows[2:] == [["no change, by the sums of effects", "3.3000", "3.6000", "10.00"],
+                        ["smear=false", "+0.0200", "+0.0200", "-1.00"],
+                        ["cautious=false,steps=7", "-0.0100", "-0.0100", "+0.00"]]
+    with pytest.raises(UserError, match="more than one --try changes smear"):
+        ablate.train_screened(["smear=false", "steps=7,smear=true"], argv, None, print)
+
+
+def test_the_command_screens(shards, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ablate", *SMALL, "--data_path", str(shards), "--screen", "--write_log",
+                                      "false", "--try", "smear=false", "--try", "batch_tokens=256"])
+    monkeypatch.setattr(ablate, "trained", lambda config, _: ablate.Result(
+        3 + config.smear + config.stages[2].batch_tokens / 256, 1.0, [1.0], {}))
+    assert ablate.main() == 0
+    rows = rows_of(capsys.readouterr().out)
+    assert [row[:2] for row in rows[2:]] == [["no change, by the sums of effects", "7.0000"],
+                                             ["smear=false", "-1.0000"], ["batch_tokens=256", "-2.0000"]]
+
+
 # Two checkouts
 
 def test_another_checkout_is_timed_by_its_own_tool(shards, tmp_path):
@@ -182,7 +250,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--against", str(tmp_path)])
     assert ablate.main() == 2 and "no checkout of this project" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--train"])
-    assert ablate.main() == 2 and "leave out --try, --train and --check" in capsys.readouterr().err
+    assert ablate.main() == 2 and "leave out --try, --train, --screen and --check" in capsys.readouterr().err
 
 
 def test_the_output_of_a_turn():

@@ -10,6 +10,9 @@ settings of train_gpt.py can be given. Instead of timing steps it can do these:
 
 --train            train the whole schedule with each, and print the final losses. `--runs 5` takes five
                    seeds, each with every `--try`, and tests the difference: one seed says little.
+--screen           train whole schedules, each with about half of the `--try`s, and print the effect of each:
+                   12 runs for eight changes, each run with a seed of its own (records/tools/screen.py).
+                   `--runs 2` trains them all once more.
 --against FOLDER   time another checkout of this project in turn with this one, with the same settings
 --check N          first take N steps from the same weights, twice eagerly and twice as CUDA graphs, and print
                    how far their losses differ: with deterministic kernels, and with those of training
@@ -23,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 import train_gpt
@@ -36,6 +40,7 @@ from records.tools.compare import difference_text
 from records.tools.markdown import table
 from records.tools.pool import common_texts, scores_text
 from records.tools.schema import RecordError
+from records.tools.screen import design, effects
 from records.tools.stats import describe, welch
 
 AS_GIVEN = "as given"
@@ -87,9 +92,14 @@ def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
     return times
 
 
+def changes_of(text: str) -> list[tuple[str, str]]:
+    """The names and values of "capture=false,muon_lr=0.03"."""
+    return [part.partition("=")[::2] for part in split_values(text)]
+
+
 def vary(text: str, argv: list[str], train: bool) -> train_gpt.Config:
-    """The configuration of `argv` with the changes of "capture=false,muon_lr=0.03"."""
-    given = [part.partition("=")[::2] for part in split_values(text)]
+    """The configuration of `argv` with the changes of `text`."""
+    given = changes_of(text)
     # Stages are the columns of the table of milliseconds, so steps that are timed keep their batches.
     fixed = {"preset", "seed", "runs"} | (set() if train else {"batch_tokens"})
     known = defaults(train_gpt.parse(argv)[0]).keys() - fixed
@@ -168,6 +178,32 @@ def result_row(name: str, runs: list[Result], first: list[float], texts: list[st
             ", ".join(f"{ms:.1f}" for ms in stage_ms), "" if name == AS_GIVEN else difference]
 
 
+def train_screened(tries: list[str], argv: list[str], world: train_gpt.World, say: Callable) -> str:
+    """A table of each change's effect, from whole runs that make about half of the changes each."""
+    names = [name for text in tries for name, _ in changes_of(text)]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"--screen: more than one --try changes {', '.join(twice)}")
+    first = train_gpt.parse(argv)[0]
+    made, results = np.vstack([design(len(tries))] * first.runs), []
+    for i, row in enumerate(made):
+        chosen = [text for text, on in zip(tries, row) if on]
+        config = vary(",".join(chosen), argv, train=True) if chosen else first
+        results.append(run := trained(change(config, seed=first.seed + i, runs=1), world))
+        say(f"{i + 1} of {len(made)}: {run.loss:.4f} in {run.seconds:.2f} s; {scores_text(run.scores)}; with "
+            f"{' '.join(chosen) or 'no change'}")
+    columns = {"loss": [run.loss for run in results],
+               **{text: [run.scores[text] for run in results] for text in common_texts(results)},
+               "s": [run.seconds for run in results]}
+    head, rows = [f"{len(results)} runs"], [[text] for text in ("no change, by the sums of effects", *tries)]
+    for name, values in columns.items():
+        found, half = effects(made, np.array(values))
+        digits = 2 if name == "s" else 4
+        head.append(f"{name} ± {half:.{digits}f}")
+        for cells, number in zip(rows, [np.mean(values) - found.sum() / 2, *found]):
+            cells.append(f"{number:{'+' if cells[0] in tries else ''}.{digits}f}")
+    return table(head, rows)
+
+
 def losses(trainer: train_gpt.Trainer, start: tuple, count: int) -> list[float]:
     """The first `count` training losses from the weights and optimizer state `start`."""
     trainer.optimizer.restore(start)
@@ -204,14 +240,16 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
                         help="timed steps of each stage (default: 50)")
     parser.add_argument("--train", action="store_true",
                         help="train the whole schedule instead of timing steps")
+    parser.add_argument("--screen", action="store_true",
+                        help="train whole schedules with about half of the changes each")
     parser.add_argument("--against", type=Path, metavar="FOLDER",
                         help="time another checkout in turn with this one")
     parser.add_argument("--check", type=int, default=0, metavar="N",
                         help="compare the first N losses of eager runs and of graphs")
     options, settings = parser.parse_known_args()
-    if options.against and (options.tries or options.train or options.check):
-        raise UserError("--against times two checkouts with the same settings: leave out --try, --train and "
-                        "--check")
+    if options.against and (options.tries or options.train or options.screen or options.check):
+        raise UserError("--against times two checkouts with the same settings: leave out --try, --train, "
+                        "--screen and --check")
     return options, settings
 
 
@@ -229,12 +267,14 @@ def main() -> int:
         world = train_gpt.World()
         settings = fitted(settings, world, train_gpt)
         config = train_gpt.parse(settings)[0]
-        variants = {AS_GIVEN: config} | {text: vary(text, settings, options.train) for text in options.tries}
+        whole = options.train or options.screen
+        variants = {AS_GIVEN: config} | {text: vary(text, settings, whole) for text in options.tries}
         say = functools.partial(print, flush=True) if world.rank == 0 else lambda *_: None
         if options.check:
             for deterministic in (True, False):
                 say(check(config, world, options.check, deterministic))
-        say(train_in_turn(variants, world, say) if options.train else
+        say(train_screened(options.tries, settings, world, say) if options.screen else
+            train_in_turn(variants, world, say) if options.train else
             time_in_turn(variants, world, options.repeat, say))
     except (*EXPECTED, RecordError) as error:
         return exit_status(error, rank, "records.tools.ablate")

@@ -1,0 +1,42 @@
+"""Many changes in few runs: each run makes half of them, so that every run counts for every change.
+
+If each change were tried alone against an unchanged run, a run would count for one change. Here a change's
+effect is the mean of the runs that make it minus the mean of those that do not. All other changes are made as
+often on either side, so they cancel. With 12 runs of standard deviation 0.003 the standard error of each of
+eight effects is 0.0017. Eight pairs of runs would be 16, and the standard error of each difference 0.0042.
+
+The designs are those of Plackett and Burman (Biometrika 33, 1946). They take effects for sums: where two
+changes help or harm each other, that appears in the effects of others. So what a screening finds has to be
+confirmed by runs of its own.
+"""
+import numpy as np
+from scipy import stats
+
+from records.run.settings import UserError
+
+SIZES = 8, 12, 20, 24   # runs; each is a prime that leaves 3 divided by 4, plus one
+SPARE = 3               # runs at least, beyond what the mean and the effects take: they tell the spread
+SURE = 0.95
+
+
+def design(changes: int) -> np.ndarray:
+    """Which run makes which change: (runs, changes) bool. The last run makes none."""
+    runs = next((size for size in SIZES if size >= 1 + changes + SPARE), None)
+    if runs is None or not changes:
+        raise UserError(f"--screen takes 1 to {SIZES[-1] - 1 - SPARE} changes to --try, not {changes}")
+    prime = runs - 1
+    made = np.isin(np.arange(prime), np.arange(prime) ** 2 % prime)
+    return np.vstack([[np.roll(made, i) for i in range(prime)], np.zeros(prime, bool)])[:, :changes]
+
+
+def effects(made: np.ndarray, results: np.ndarray) -> tuple[np.ndarray, float]:
+    """The effect of each change (changes,) on `results` (runs,), and half the width of its 95% interval.
+
+    `made`: a whole `design`, or several of them one below the other.
+    """
+    signs = np.where(made, 1.0, -1.0)
+    found = signs.T @ results / (len(results) / 2)
+    rest = results - results.mean() - signs @ found / 2
+    freedom = len(results) - 1 - made.shape[1]
+    error = 2 * np.sqrt(rest @ rest / freedom / len(results))
+    return found, float(stats.t.ppf((1 + SURE) / 2, freedom) * error)
