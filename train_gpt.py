@@ -204,7 +204,7 @@ class Config:
     final_windows: tuple[Blocks, Blocks] = (6, 13)    # windows of the extra steps, in blocks
     # The embedding is the head's weight for this share of the steps (Press and Wolf, arXiv 1608.05859;
     # @varunneal #175); then both go on alone (@ClassicLarry #178). B: 0.015, 4.6 s against never tied.
-    tied_share: Share = 2 / 3
+    tied_share: Share = 2 / 3       # 1: always
     cooldown: Share = 0.6           # the share of the steps over which the learning rate falls linearly …
     final_lr: Share = 0.15          # … to this share of itself, not to zero (@YouJiacheng)
     adam_every: Few = 2             # Adam takes the gradients of two steps together (@ClassicLarry #136).
@@ -831,7 +831,7 @@ class Optimizer:
             [updates.Averaged(shard.weight, shard.mantissa_bits, shard.group.memory)
              for shard in self.shards.values() if shard.group.memory],
             config.steps + config.extra_steps, config.average_steps, config.average_every,
-            config.average_share, config.width, earliest=int(config.tied_share * config.steps) + 1)
+            config.average_share, config.width, earliest=int(config.tied_share % 1 * config.steps) + 1)
         apart = config.overlap and world.device.type == "cuda"
         self.streams = {name: side_stream(name) for name in self.shards if apart}   # where groups are updated
         self.loss_stream = side_stream("loss") if apart else None   # where the loss is summed and checked
@@ -839,10 +839,9 @@ class Optimizer:
         self.lr, self.momentum_beta = (torch.zeros((), device=world.device) for _ in range(2))
         self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # until a loss is not
         self.traffic = [group.traffic(world.size) for group in groups]
-        self.to_gather: deque[Transfer] = deque()                           # gathers that have not started
-        self.gathers: deque[tuple[Transfer, Work]] = deque()                # under way
-        self.to_sum: deque[Transfer] = deque()
-        self.sums: dict[str, list[Work]] = {}                               # under way, by what they sum
+        self.to_gather, self.to_sum = deque(), deque()      # Transfers that have not started
+        self.gathers: deque[tuple[Transfer, Work]] = deque()    # under way
+        self.sums = {}      # lists of those under way, by what they sum
 
     @torch.no_grad()
     def begin(self, step: "Step") -> None:
@@ -983,10 +982,10 @@ class Schedule:
         fallen = min(max((index / c.steps - (1 - c.cooldown)) / c.cooldown, 0.0), 1.0) if c.cooldown else 0.0
         low, high = c.muon_momentum
         warm = min(index / c.momentum_warmup, (len(self) - 1 - index) / c.momentum_cooldown, 1.0)
+        windows, samples = (stage.windows, stage.softmax_samples) if index < c.steps else (c.final_windows, 0)
         return Step(
-            index, stage.batch_tokens, stage.sequence_length,
-            stage.windows if index < c.steps else c.final_windows, multi_token,
-            samples=stage.softmax_samples if index < c.steps else 0, tied=index < c.tied_share * c.steps,
+            index, stage.batch_tokens, stage.sequence_length, windows, multi_token, samples,
+            tied=index < c.tied_share * c.steps or c.tied_share == 1,
             update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,
             lr=stage.lr_scale * (1 - (1 - c.final_lr) * fallen), momentum=low + (high - low) * warm)
 

@@ -51,6 +51,22 @@ def test_averages_wait_until_the_embedding_is_untied(config):
     assert never.state == []
 
 
+def test_what_is_tied_to_the_end_has_averages_all_along(config):
+    """Always tied, the extra steps included; the embedding's own weights stay as they began."""
+    trainer = train_gpt.Trainer(replace(config, steps=4, extra_steps=2, tied_share=1.0, average_steps=4,
+                                        average_every=1), train_gpt.World())
+    assert all(step.tied for step in trainer.schedule) and trainer.optimizer.averages.start == 2
+    assert trainer.schedule.validation(6).tied and not train_gpt.Schedule(config).validation(6).tied
+    before = {name: trainer.optimizer.shards[name].weight.clone() for name in ("head", "embedding")}
+    for step in trainer.schedule:
+        trainer.step(step, trainer.loader.batches(step.index))
+    after = {name: trainer.optimizer.shards[name].weight for name in before}
+    torch.testing.assert_close(before["embedding"], after["embedding"])
+    assert not torch.allclose(before["head"], after["head"])
+    trainer.optimizer.untie()
+    assert torch.equal(after["embedding"], after["head"])
+
+
 def test_a_run_ends_with_the_mixture(config):
     """All steps are the same; after the last one the groups with a time constant have other weights."""
     ends, config = [], change(config, micro_batches=2, batch_tokens=(256, 512, 512))
