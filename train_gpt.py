@@ -827,6 +827,7 @@ class Optimizer:
         self.shards = {group.name: RowAdam(group, config, model) if group.algorithm is RowAdam else
                        group.algorithm(group, config, world, grads if group.replicated else None)
                        for group, grads in zip(groups, self.small_grads.split(sizes))}
+        # Averages wait until nothing is tied, except where that never comes.
         self.averages = updates.Averages(
             [updates.Averaged(shard.weight, shard.mantissa_bits, shard.group.memory)
              for shard in self.shards.values() if shard.group.memory],
