@@ -23,28 +23,10 @@ import torch
 from torch import Tensor
 
 from data.classes import GPT2_SIZE, gpt2_tokens
+from data.vocabulary import edges
 
-NEVER = 1 << 30                 # a rank beyond all others
 # The encoder cuts these off whatever letters follow, so that a word may end inside of one.
 CONTRACTIONS = {b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"}
-
-
-def edges(token: bytes, ranks: dict[bytes, int]) -> tuple[list, list]:
-    """What stands at a token's left and right edge while it is put together.
-
-    Each is a list of (part, the rank of the join that takes this part up); NEVER for the whole token.
-    """
-    parts, left, right = [bytes([byte]) for byte in token], [], []
-    while len(parts) > 1:
-        joins = [ranks.get(a + b, NEVER) for a, b in zip(parts, parts[1:])]
-        rank = min(joins)
-        i = joins.index(rank)
-        if i == 0:
-            left.append((parts[0], rank))
-        if i == len(parts) - 2:
-            right.append((parts[-1], rank))
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
-    return [*left, (token, NEVER)], [*right, (token, NEVER)]
 
 
 def kind(token: bytes, last: bool) -> str:

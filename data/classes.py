@@ -6,11 +6,12 @@ Each token has three features, and tokens that share one can learn from each oth
 
 - its class: the text without case, accents and spaces around it. The 50,257 tokens fall into 32,993 classes.
   N-grams can be of classes, so that a table has fewer to hold (record 92 of the public speedrun).
-- its stem: the class without a common suffix, so that "nation" and " Nations" share one; 21,670 stems.
+- its root: the class of the token that byte-pair encoding began it with, as " walk" in " walking" (see
+  `roots`); 15,722 roots.
 - its form: a space in front or not, capitals, and the suffix, or the last two letters; 3,946 forms. It says
   much about a word's place in a sentence.
 
-Stems and forms are for `--shared_updates` (kernels/optimizer/shared_updates.py). The suffixes are a plain
+Roots and forms are for `--shared_updates` (kernels/optimizer/shared_updates.py). The suffixes are a plain
 list of English ones: "ration" loses "ion", too. The file also has each token's bytes, for canonical.py.
 """
 import unicodedata
@@ -21,8 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import one_line_errors, tool_parser
-from data.vocabulary import read_ranks
+from data.vocabulary import edges, read_ranks
 
+ROOT = 3                # letters at least
 GPT2, GPT2_SIZE = Path(__file__).parent / "gpt2.npz", 50257
 SUFFIXES = sorted((
     "'s s es ies ed ied edly ing ings er ers est ly y ion ions ation ations ment ments ness nesses al ally "
@@ -46,9 +48,19 @@ def without_suffix(text: str, least: int) -> tuple[str, str]:
     return text.removesuffix(suffix), suffix
 
 
-def stem(text: str) -> str:
-    """What is left of a word of four letters or more; other text as it is."""
-    return without_suffix(text, 3)[0] if text.isalpha() and len(text) >= 4 else text
+def roots(tokens: list[bytes]) -> list[int]:
+    """The token that each of a vocabulary's `tokens`, by rank, grew from: itself, or one of lower rank.
+
+    The encoder joins two parts last. The left one, and what that grew from, is the root if it has at least
+    ROOT letters: " nation" joined "al", and " national" joined "ities".
+    """
+    ranks = {token: rank for rank, token in enumerate(tokens)}
+    found: list[int] = []
+    for rank, token in enumerate(tokens):
+        left, _ = edges(token, ranks)
+        part = left[-2][0] if len(left) > 1 else b""
+        found.append(found[ranks[part]] if part in ranks and len(part.strip()) >= ROOT else rank)
+    return found
 
 
 def form(token: bytes, text: str) -> Hashable:
@@ -63,19 +75,22 @@ def form(token: bytes, text: str) -> Hashable:
 
 
 def token_features(tokens: list[bytes]) -> np.ndarray:
-    """Class, stem and form (n, 3) int32 of each token: the first token with the same one, or itself."""
+    """Class, root and form (n, 3) int32 of each token: the first token with the same one, or itself.
+
+    `tokens`: a whole vocabulary by rank.
+    """
     firsts: list[dict[Hashable, int]] = [{}, {}, {}]
     features = np.arange(len(tokens), dtype=np.int32)[:, None].repeat(3, 1)
-    for i, token in enumerate(tokens):
+    for i, (token, root) in enumerate(zip(tokens, roots(tokens))):
         if (text := normalised(token)) is not None:
-            found = text, stem(text), form(token, text)
+            found = text, normalised(tokens[root]) or text, form(token, text)
             features[i] = [first.setdefault(key, i) for first, key in zip(firsts, found)]
     return features
 
 
 @lru_cache
 def gpt2_features() -> np.ndarray:
-    """Class, stem and form (50257, 3) int32 of each of GPT-2's tokens. The last one is like no other."""
+    """Class, root and form (50257, 3) int32 of each of GPT-2's tokens. The last one is like no other."""
     with np.load(GPT2, allow_pickle=False) as saved:
         return saved["features"].astype(np.int32)
 
@@ -105,7 +120,7 @@ def main() -> None:
         text, lengths = np.frombuffer(b"".join(tokens), np.uint8), np.array(list(map(len, tokens)), np.uint8)
         np.savez_compressed(GPT2, features=features.astype(np.uint16), text=text, lengths=lengths)
         counts = ", ".join(f"{len(np.unique(feature)):,}" for feature in features.T)
-        print(f"{GPT2}: {len(features):,} tokens; classes, stems, forms: {counts}")
+        print(f"{GPT2}: {len(features):,} tokens; classes, roots, forms: {counts}")
 
 
 if __name__ == "__main__":

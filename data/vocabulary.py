@@ -16,6 +16,7 @@ from data.errors import DataError
 from data.shards import read_regular
 
 MAX_SIZE, MAX_BYTES = 65536, 1 << 26  # tokens, and bytes of their file
+NEVER = 1 << 30  # a rank beyond all others
 FETCH_SECONDS = 60  # for the 1.5 MB of GPT-2's vocabulary
 # tiktoken's regular expression overflows its stack on about a million characters of white space before other
 # text. White space as its engine sees it: Python's \s also holds the separators 1c to 1f.
@@ -55,6 +56,24 @@ class BytePairs:
     def decode(self, tokens: np.ndarray) -> bytes:
         """The bytes of `tokens` (n,), start tokens left out."""
         return self.encoding.decode_bytes(tokens[tokens != self.bos].tolist())
+
+
+def edges(token: bytes, ranks: dict[bytes, int]) -> tuple[list, list]:
+    """What stands at a token's left and right edge while it is put together.
+
+    Each is a list of (part, the rank of the join that takes this part up); NEVER for the whole token.
+    """
+    parts, left, right = [bytes([byte]) for byte in token], [], []
+    while len(parts) > 1:
+        joins = [ranks.get(a + b, NEVER) for a, b in zip(parts, parts[1:])]
+        rank = min(joins)
+        i = joins.index(rank)
+        if i == 0:
+            left.append((parts[0], rank))
+        if i == len(parts) - 2:
+            right.append((parts[-1], rank))
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return [*left, (token, NEVER)], [*right, (token, NEVER)]
 
 
 def split_long_space(text: str, long_space: re.Pattern = LONG_SPACE) -> list[str]:

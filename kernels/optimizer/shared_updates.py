@@ -3,11 +3,11 @@
     u_t = 0.4 adam(g_t) + Σ share_f · adam(s_f),    s_f = Σ of g over all tokens with feature f
 
 g_t is the gradient of token t's row in a table of tokens: the embedding, the head or a value embedding. The
-features of GPT-2's tokens are their class, their stem and their form (data/classes.py), with shares of 0.3,
+features of GPT-2's tokens are their class, their root and their form (data/classes.py), with shares of 0.3,
 0.15 and 0.15. It is as if each row were a sum of four, its own and one for each feature, and each of them had
 an Adam of its own; fastText has such sums (Bojanowski et al., arXiv 1607.04606). But no such row is stored:
 its updates are added to the token's own. A token that is alone with a feature keeps that share to itself,
-so only the 20,723 features that several tokens have need moments.
+so only the 18,361 features that several tokens have need moments.
 
 Ranks update rows of their own, while the tokens of a feature may lie on any of them. So each rank sums the
 gradients of its own rows, and then features go the way of all weights: a reduce-scatter of the sums, an
@@ -28,7 +28,7 @@ from kernels.optimizer.adam import Shared, adam_direction
 from kernels.ranks.collectives import wait
 
 add_several = partial(add_rows, once=False)     # A token's gradient is added to each of its features.
-SHARES = 0.3, 0.15, 0.15    # of a token's class, its stem and its form in its update; the rest is its own
+SHARES = 0.3, 0.15, 0.15    # of a token's class, its root and its form in its update; the rest is its own
 
 
 class Features(NamedTuple):
@@ -128,8 +128,8 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         return grads.to(dtype), numbered, torch.ones(numbered.count, 2, width, device=device, dtype=dtype)
 
     rows, width = (50304, 768) if size == "real" else (70, 24)
-    # As many tokens of a feature as GPT-2's tokens of a class, a stem and a form have in the mean.
-    features = np.stack([np.arange(rows) * 2 // 3, np.arange(rows) * 3 // 7, np.arange(rows) // 13], 1)
+    # As many tokens of a feature as GPT-2's tokens of a class, a root and a form have in the mean.
+    features = np.stack([np.arange(rows) * 2 // 3, np.arange(rows) * 5 // 16, np.arange(rows) // 13], 1)
     yield Example(
         "sums over tokens of like spelling", f"{rows:,} × {width}", partial(inputs, rows, width, features),
         partial(feature_sums, add_several), partial(feature_sums, add_rows_reference),
