@@ -202,9 +202,6 @@ class Config:
     extra_steps: Steps = 15         # after them, at the last stage's final values and with all logits
     window_block: Blocks = 128      # tokens
     final_windows: tuple[Blocks, Blocks] = (6, 13)    # windows of the extra steps, in blocks
-    # The embedding is the head's weight for this share of the steps (Press and Wolf, arXiv 1608.05859;
-    # @varunneal #175); then both go on alone (@ClassicLarry #178). B: 0.015, 4.6 s against never tied.
-    tied_share: Share = 2 / 3       # 1: always
     cooldown: Share = 0.6           # the share of the steps over which the learning rate falls linearly …
     final_lr: Share = 0.15          # … to this share of itself, not to zero (@YouJiacheng)
     adam_every: Few = 2             # Adam takes the gradients of two steps together (@ClassicLarry #136).
@@ -230,7 +227,7 @@ class Config:
     adam_decay: Factor = 0.005      # times adam_lr squared, and the group's two multipliers
     # At the end weights are mixed with their moving averages, which are less noisy (record 92 of the public
     # speedrun). Worth 0.004, and 0.009 together with a slower cooldown, by one run each.
-    average_steps: Count = 0        # the last steps, whose weights are averaged once nothing is tied; 0: none
+    average_steps: Count = 0        # the last steps, whose weights are averaged; 0: none
     average_every: Positive = 5     # steps
     average_share: Share = 0.65     # of the average in the mixture
     cautious: bool = True   # Decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154).
@@ -298,7 +295,7 @@ PRESETS = {
         keep_tails=True, micro_batches=2, ngram_rows=268_435_456, ngram_classes=True,
         near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
         steps=1365, shared_updates=True, softmax_tokens=16_384, canonical=True, val_fp8=False,
-        score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
+        score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES | {"lr_scale": (0.84, 1.2, 1.5)}),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,
@@ -475,7 +472,9 @@ class GPT(nn.Module):
 
         rows = [2 * config.heads * config.qk_dim + 2 * config.width] * depth + [4 * config.width] * 2 * depth
         self.bank = nn.ParameterList(table(n) for n in rows)
-        self.head, self.embedding = table(config.padded_vocab), table(config.padded_vocab)
+        # The embedding is the head's weight (Press and Wolf, arXiv 1608.05859). A quarter of a run ends 0.033
+        # higher with a table of its own (records/measuring.md).
+        self.head = table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
         classes = torch.from_numpy(gpt2_classes()) if config.ngram_classes else None
         self.ngrams = ngrams.NGrams(config.ngrams, config.ngram_rows, config.head_dim, depth, collectives,
@@ -503,7 +502,6 @@ class GPT(nn.Module):
         for matrix in [*self.bank[:depth], *self.bank[depth::2]]:           # MLP-out stays zero.
             matrix.uniform_(-bound, bound, generator=generator)
         self.head.normal_(std=0.005, generator=generator)
-        self.embedding.copy_(self.head)
         for value_table in self.value_tables:
             value_table.normal_(std=0.01, generator=generator)
         growth = 1.1 ** 0.5         # of the stream, twice a layer; O starts with its inverse
@@ -525,7 +523,7 @@ class GPT(nn.Module):
         smear_scale, backout_scale = self.scalars.unbind()
         scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
         context = Context(batch, step, transit, positions, scale, by_token, in_flight, scalars, gates)
-        x = ops.lookup(self.head if step.tied else self.embedding, by_token)
+        x = ops.lookup(self.head, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
         streams = [mlp.Residual(x, readers=self.readers[0])]    # streams[i] enters layer i, the last the head
         for i, scales in enumerate(self.residual_scalars.unbind()):
@@ -632,7 +630,6 @@ class Group:
     memory: float = 0.0             # time constant of the weights' average, in steps; 0: they have none
     replicated: bool = False        # too small to share out: every rank makes the whole update
     shared: bool = False            # Adam: tokens of like spelling share updates.
-    tied_to: str | None = None      # Until untied, the weights are that group's, and there are no updates.
 
     def rounds(self, ranks: int) -> list[tuple[list[nn.Parameter], str, int]]:
         """What one collective takes at a time: parameters, the stop that uses them first, and their length.
@@ -651,7 +648,7 @@ class Group:
 
     def traffic(self, ranks: int) -> Traffic:
         stops = [stop for _, stop, _ in self.rounds(ranks)]
-        return Traffic(self.name, stops, self.algorithm is NorMuon, self.replicated, self.tied_to)
+        return Traffic(self.name, stops, self.algorithm is NorMuon, self.replicated)
 
 
 def parameter_groups(model: GPT, config: Config) -> list[Group]:
@@ -685,10 +682,8 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         small("value gates", [model.value_gates],                     1.0,             (0.90, 0.99)),
         normuon("attention", list(model.bank[:depth]), each,          [1.0] * depth,   blocks=True),
         normuon("mlp", list(model.bank[depth:]),       both,          [2.0, 4.0] * depth, blocks=False),
-        adam("head", [model.head],                     ["head"],      1.0,             (0.50, 0.95), 150.0,
+        adam("head", [model.head],                     ["embedding"], 1.0,             (0.50, 0.95), 150.0,
              memory=200.0, **tokens),
-        adam("embedding", [model.embedding],           ["embedding"], 1.0,             (0.50, 0.95), 150.0,
-             tied_to="head", memory=200.0, **tokens),
         adam("copy head", [model.copy_head.weight],    ["head"],      0.03,            (0.90, 0.95)),
         adam("value tables", [*model.value_tables],    valued, config.value_lr, (0.75, 0.99), 5.0, **tokens),
         adam("n-gram table", [model.ngrams.table],     ["n-grams"],   config.ngram_lr,
@@ -827,16 +822,14 @@ class Optimizer:
         self.shards = {group.name: RowAdam(group, config, model) if group.algorithm is RowAdam else
                        group.algorithm(group, config, world, grads if group.replicated else None)
                        for group, grads in zip(groups, self.small_grads.split(sizes))}
-        # Averages wait until nothing is tied, except where that never comes.
         self.averages = updates.Averages(
             [updates.Averaged(shard.weight, shard.mantissa_bits, shard.group.memory)
              for shard in self.shards.values() if shard.group.memory],
             config.steps + config.extra_steps, config.average_steps, config.average_every,
-            config.average_share, config.width, earliest=int(config.tied_share % 1 * config.steps) + 1)
+            config.average_share, config.width)
         apart = config.overlap and world.device.type == "cuda"
         self.streams = {name: side_stream(name) for name in self.shards if apart}   # where groups are updated
         self.loss_stream = side_stream("loss") if apart else None   # where the loss is summed and checked
-        self.tied = True                                                    # until `untie`
         self.lr, self.momentum_beta = (torch.zeros((), device=world.device) for _ in range(2))
         self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # until a loss is not
         self.traffic = [group.traffic(world.size) for group in groups]
@@ -847,8 +840,8 @@ class Optimizer:
     @torch.no_grad()
     def begin(self, step: "Step") -> None:
         """Take this step's timetable."""
-        table = timetable(self.traffic, len(self.config.layers), step.tied, step.adam_updated,
-                          step.update_adam, self.config.overlap)
+        table = timetable(self.traffic, len(self.config.layers), step.adam_updated, step.update_adam,
+                          self.config.overlap)
         self.to_gather, self.to_sum = deque(table.gathers), deque(table.sums)
         self.updates, self.sums = table.updates, {}
 
@@ -869,7 +862,7 @@ class Optimizer:
     @torch.no_grad()
     def gather(self) -> None:
         """Make this rank's copy of all weights whole."""
-        table = timetable(self.traffic, len(self.config.layers), self.tied, True, update_adam=False)
+        table = timetable(self.traffic, len(self.config.layers), True, update_adam=False)
         for work in list(map(self.start_gather, table.gathers)):
             wait(work)
 
@@ -910,14 +903,6 @@ class Optimizer:
             torch.cuda.current_stream().wait_stream(self.streams[name])
 
     @torch.no_grad()
-    def untie(self) -> None:
-        """Give each tied group the weights and state of the group it was tied to; now it is its own."""
-        for shard in self.shards.values():
-            if self.tied and shard.group.tied_to:
-                torch._foreach_copy_(shard.state(), self.shards[shard.group.tied_to].state())
-        self.tied = False
-
-    @torch.no_grad()
     def check_ranks(self) -> None:
         """RankError if a weight that the last step used differs between ranks, but for the n-gram table."""
         self.world.check_equal({f"the weights of group {name!r}": shard.weights
@@ -926,13 +911,12 @@ class Optimizer:
     def state(self) -> list[Tensor]:
         return [self.finite, *self.averages.state, *(x for one in self.shards.values() for x in one.state())]
 
-    def snapshot(self) -> tuple[bool, list[Tensor | None]]:
+    def snapshot(self) -> list[Tensor | None]:
         """All that a step changes, weights included; None for what is all zero, as most is at first."""
-        return self.tied, [x.clone() if x.any() else None for x in self.state()]
+        return [x.clone() if x.any() else None for x in self.state()]
 
-    def restore(self, snapshot: tuple[bool, list[Tensor | None]]) -> None:
-        self.tied = snapshot[0]
-        for mine, kept in zip(self.state(), snapshot[1], strict=True):
+    def restore(self, snapshot: list[Tensor | None]) -> None:
+        for mine, kept in zip(self.state(), snapshot, strict=True):
             mine.zero_() if kept is None else mine.copy_(kept)
 
 
@@ -946,7 +930,6 @@ class Step(NamedTuple):
     windows: tuple[int, int]        # short and long, in blocks
     multi_token: tuple[float, ...]  # the loss weights of the next 1, …, k tokens
     samples: int                    # Softmax is over the targets and about so many others; 0: all.
-    tied: bool                      # The embedding is the head's weight.
     update_adam: bool
     adam_updated: bool              # The step before updated Adam's groups, or this is the first step.
     lr: float                       # multiplies every group's learning rate
@@ -955,7 +938,7 @@ class Step(NamedTuple):
     @property
     def kind(self) -> tuple:
         return (self.batch_tokens, self.sequence_length, self.windows, len(self.multi_token), self.samples,
-                self.tied, self.update_adam, self.adam_updated)
+                self.update_adam, self.adam_updated)
 
     @property
     def shape(self) -> StepShape:
@@ -986,7 +969,6 @@ class Schedule:
         windows, samples = (stage.windows, stage.softmax_samples) if index < c.steps else (c.final_windows, 0)
         return Step(
             index, stage.batch_tokens, stage.sequence_length, windows, multi_token, samples,
-            tied=index < c.tied_share * c.steps or c.tied_share == 1,
             update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,
             lr=stage.lr_scale * (1 - (1 - c.final_lr) * fallen), momentum=low + (high - low) * warm)
 
@@ -1032,8 +1014,6 @@ class Trainer:
 
         The host does not wait for it.
         """
-        if not step.tied:
-            self.optimizer.untie()
         # Steps of one kind differ in these numbers, which a captured step reads on the device.
         for number, value in ((self.optimizer.lr, step.lr), (self.optimizer.momentum_beta, step.momentum),
                               *zip(self.model.loss_weights, step.multi_token)):
@@ -1167,7 +1147,6 @@ def run(config: Config, world: World, started: float) -> Report:
         report = train(trainer, log, startup, first)
     try:
         if config.save:
-            trainer.optimizer.untie()
             report.lines += save_model(trainer.model, report, log)
     finally:
         report.say()        # behind the model, which is not lost if nothing can be printed

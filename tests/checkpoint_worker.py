@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt  # noqa: E402
 from records.run import checkpoint  # noqa: E402
 
-# Before and after the embedding is untied (4), and between the two steps of one Adam update (3).
+# The second is between the two steps of one Adam update.
 MOMENTS = 2, 3, 6
 
 

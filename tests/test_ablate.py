@@ -26,7 +26,7 @@ def test_each_stage_is_timed_with_and_without_adam(config):
         for first, second in pairs:
             assert second.index == first.index + 1 and second.update_adam
             assert first.update_adam == (every == 1)
-            assert first.windows == second.windows and first.tied == second.tied
+            assert first.windows == second.windows
 
 
 def test_one_late_step_moves_no_row(config, monkeypatch):

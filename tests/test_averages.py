@@ -35,36 +35,11 @@ def test_without_averages_nothing_is_kept_and_nothing_changes():
     assert averages.state == [] and (weight == 1).all()
 
 
-def test_averages_wait_until_the_embedding_is_untied(config):
-    """More steps are asked for than follow that: the averages are those of all that do."""
-    ends = []
-    for steps in (1000, 2):         # 4 + 2 steps, of which the last two are untied
-        trainer = train_gpt.Trainer(replace(config, steps=4, extra_steps=2, tied_share=0.8,
-                                            average_steps=steps, average_every=1), train_gpt.World())
-        assert sum(not step.tied for step in trainer.schedule) == 2
-        for step in trainer.schedule:
-            trainer.step(step, trainer.loader.batches(step.index))
-        ends.append(trainer.optimizer.shards["embedding"].weight)
-    assert torch.equal(*ends)
-    never = Averages([Averaged(torch.ones(2, 8), None, 10.0)], 3, 3, 1, 0.7, 8, earliest=3)
-    never.after(2)
-    assert never.state == []
-
-
-def test_what_is_tied_to_the_end_has_averages_all_along(config):
-    """Always tied, the extra steps included; the embedding's own weights stay as they began."""
-    trainer = train_gpt.Trainer(replace(config, steps=4, extra_steps=2, tied_share=1.0, average_steps=4,
-                                        average_every=1), train_gpt.World())
-    assert all(step.tied for step in trainer.schedule) and trainer.optimizer.averages.start == 2
-    assert trainer.schedule.validation(6).tied and not train_gpt.Schedule(config).validation(6).tied
-    before = {name: trainer.optimizer.shards[name].weight.clone() for name in ("head", "embedding")}
-    for step in trainer.schedule:
-        trainer.step(step, trainer.loader.batches(step.index))
-    after = {name: trainer.optimizer.shards[name].weight for name in before}
-    torch.testing.assert_close(before["embedding"], after["embedding"])
-    assert not torch.allclose(before["head"], after["head"])
-    trainer.optimizer.untie()
-    assert torch.equal(after["embedding"], after["head"])
+def test_averages_of_more_steps_than_there_are_are_of_all():
+    weight = torch.ones(2, 8)
+    averages = Averages([Averaged(weight, None, 10.0)], total=2, last=9, every=1, share=0.5, width=8)
+    averages.after(0)
+    assert torch.equal(averages.state[0], weight)
 
 
 def test_a_run_ends_with_the_mixture(config):
@@ -78,11 +53,11 @@ def test_a_run_ends_with_the_mixture(config):
     (plain, weights), (averaged, mixed) = ends
     assert plain == averaged
     changed = {name for name, weight in weights.items() if not torch.equal(weight, mixed[name])}
-    assert changed == {"attention", "mlp", "head", "embedding"}
+    assert changed == {"attention", "mlp", "head"}
 
 
 def test_the_warm_up_leaves_no_average(config):
     """A checkpoint before the averages begin would keep what it has left, and fail at a NaN."""
-    trainer = train_gpt.Trainer(replace(config, average_steps=2, tied_share=0.0), train_gpt.World())
+    trainer = train_gpt.Trainer(replace(config, average_steps=2), train_gpt.World())
     trainer.warm_up()
     assert trainer.optimizer.averages.state and not any(x.any() for x in trainer.optimizer.averages.state)

@@ -123,7 +123,7 @@ def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fil
             shard.grads.copy_(torch.randint(-9, 9, shard.grads.shape))
     table = made_up_table(rank, ranks, dtype, listed, fill)
     shards["rows"] = SimpleNamespace(table=table, group=SimpleNamespace(betas=(0.0, 0.99)))
-    optimizer = SimpleNamespace(shards=shards, finite=torch.tensor(True), tied=True, averages=averages)
+    optimizer = SimpleNamespace(shards=shards, finite=torch.tensor(True), averages=averages)
     return SimpleNamespace(optimizer=optimizer, world=world, config=config,
                            schedule=train_gpt.Schedule(config),
                            model=SimpleNamespace(guesses=SimpleNamespace(index=None)))

@@ -126,8 +126,10 @@ def test_samples_of_parts_are_counted():
 def test_a_checkpoints_copy_is_counted():
     """On an H200 a run without and with checkpoints reported 15.12 and 18.16 GB, at a validation's peak.
 
-    The first one met the snapshot of the warm-up, which has gone by then now.
+    The first one met the snapshot of the warm-up, which has gone by then now. In both the embedding also had
+    weights of its own, with gradients, mantissa bits and two moments, of which a checkpoint has a copy.
     """
+    numbers = 50_304 * 768
     words = ("--preset corpus --data_path x --ngram_rows 4194304 --micro_batches 16 --steps 57 "
              "--extra_steps 3 --ngram_classes false --near_match none --copy_channels 0 --average_steps 0 "
              "--shared_updates false --softmax_tokens 0 --canonical false --val_fp8 true")
@@ -136,8 +138,8 @@ def test_a_checkpoints_copy_is_counted():
     configs = [replace(config, checkpoint=folder, checkpoint_every=20) for folder in ("", "x")]
     need, more = (memory.count(train_gpt, config, 1, GPU, False, candidates, [65_536])[65_536]
                   for config in configs)
-    assert need.allocated + need.snapshot == pytest.approx(15.12e9, rel=0.02)
-    assert more.allocated == pytest.approx(18.16e9, rel=0.02)
+    assert need.allocated + need.snapshot == pytest.approx(15.12e9 - 14 * numbers, rel=0.02)
+    assert more.allocated == pytest.approx(18.16e9 - 28 * numbers, rel=0.02)
 
 
 def test_what_lies_on_other_streams_is_counted(speedrun):

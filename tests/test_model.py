@@ -178,14 +178,12 @@ def test_schedule_follows_its_table():
     assert tokens == [131_072] * 2 + [262_144] * 2 + [393_216] * 2
     assert [at(i).windows for i in (0, 230, 460, 690)] == [(1, 3), (3, 7), (5, 11), (6, 13)]
     assert at(0).lr == 1 and at(275).lr == pytest.approx(1.52) and at(704).lr == pytest.approx(1.73 * 0.15)
-    assert at(459).tied and not at(460).tied
     assert [at(i).update_adam for i in range(4)] == [False, True, False, True]
     assert [at(i).adam_updated for i in range(4)] == [True, False, True, False]
     assert [at(i).multi_token for i in (0, 230, 460)] == [(1, 0.5, 0.25), (1, 0.5), (1,)]
     assert at(115).multi_token == (1, 0.5, 0.125) and at(345).multi_token == (1, 0.25)
     assert (at(0).momentum, at(300).momentum, at(704).momentum) == (0.85, 0.95, 0.85)
     assert schedule.validation(705).windows == (6, 20) and schedule.validation(250).windows == (3, 7)
-    assert schedule.validation(460).tied and not schedule.validation(461).tied
 
 
 # ---- Which kernel runs what
@@ -546,8 +544,8 @@ SWITCHES = ["value_embeddings", "smear", "key_offset", "backout", "late_input", 
 
 
 @pytest.mark.parametrize(
-    "off", [*({name: False} for name in SWITCHES), {"tied_share": 0.0},
-            {"multi_token": (((1.0, 1.0),),) * 3}, *({name: on} for name, on in INGREDIENTS.items())],
+    "off", [*({name: False} for name in SWITCHES), {"multi_token": (((1.0, 1.0),),) * 3},
+            *({name: on} for name, on in INGREDIENTS.items())],
     ids=lambda off: next(iter(off)))
 def test_every_trick_can_be_switched_off(config, off):
     config = settings.change(config, micro_batches=2, batch_tokens=(256, 512, 512))
@@ -641,7 +639,7 @@ def test_samples_of_the_whole_vocabulary_are_the_full_softmax(config, lookup, sh
         model.ops = model.ops._replace(lookup=lookup)
         batch = first_batch(trainer)
         parts = len(batch.tokens) // share if share else 1
-        assert step.tied and batch.candidates.shape == ((parts, 320) if samples else (0,))
+        assert batch.candidates.shape == ((parts, 320) if samples else (0,))
         batch.targets[[3, 70]] = -1
         training_loss, next_token = model(batch, step)
         training_loss.backward()
@@ -656,12 +654,13 @@ def test_samples_of_the_whole_vocabulary_are_the_full_softmax(config, lookup, sh
 @pytest.mark.parametrize("lookup", [embedding.lookup_reference, embedding.lookup])
 def test_sampled_softmax_has_gradients_for_its_rows_alone(config, lookup):
     trainer = make_trainer(config, softmax_samples=(64,))
-    model, step = trainer.model, trainer.schedule.at(0)._replace(tied=False)
+    model, step = trainer.model, trainer.schedule.at(0)
     model.ops = model.ops._replace(lookup=lookup)
     batch = first_batch(trainer)
     assert batch.candidates.shape == (1, 256)
     model(batch, step)[0].backward()
-    assert model.head.grad.any(1).nonzero().flatten().tolist() == batch.candidates[0].tolist()
+    read = {*batch.candidates[0].tolist(), *batch.tokens.tolist()}      # by the head and by the embedding
+    assert {*model.head.grad.any(1).nonzero().flatten().tolist()} == read
 
 
 def test_sampled_softmax_trains_and_leaves_validation_as_it_was(config):

@@ -196,8 +196,8 @@ def ranks_results(shards, tmp_path_factory):
     """What 1, 2, 4 and 8 gloo ranks hold after each of 6 steps of the same 8 micro-batches.
 
     By the number of ranks, the rank, and whether collectives run under computation. The steps are of every
-    kind, and the embedding is untied on the way. Queries and keys are narrower than values, so that the
-    matrices of attention and of the MLPs have different shapes.
+    kind. Queries and keys are narrower than values, so that the matrices of attention and of the MLPs have
+    different shapes.
     """
     out = tmp_path_factory.mktemp("ranks")
     flags = ["--preset", "cpu", *TINY, "--qk_dim", "16", "--ngram_rows", "512", "--batch_tokens",
@@ -340,22 +340,6 @@ def test_warm_up_visits_every_kind(trainer, monkeypatch):
     assert {*kinds} == {*wanted} and len(kinds) == len({*kinds}) < len(wanted)
 
 
-def test_untying_carries_weights_and_state_over(trainer):
-    shards, optimizer = trainer.optimizer.shards, trainer.optimizer
-    steps = list(trainer.schedule)
-    for step in steps[:4]:
-        assert step.tied
-        trainer.step(step, trainer.loader.batches(step.index))
-    assert not torch.equal(shards["embedding"].weights, shards["head"].weights)      # tied: it waits
-    optimizer.untie()
-    for mine, theirs in zip(shards["embedding"].state(), shards["head"].state(), strict=True):
-        assert torch.equal(mine, theirs)
-    for step in steps[4:6]:
-        assert not step.tied
-        trainer.step(step, trainer.loader.batches(step.index))
-    assert not torch.equal(shards["embedding"].weights, shards["head"].weights)      # on its own
-
-
 def test_adam_takes_the_gradients_of_two_steps(trainer):
     head = trainer.optimizer.shards["head"]
     before, mlp = head.weights.clone(), trainer.optimizer.shards["mlp"].weights.clone()
@@ -472,7 +456,7 @@ def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
     assert torch.cuda.memory_stats()["num_device_alloc"] == before
 
 
-SUMMED = {"tied, Adam updates": (1, 0), "untied, Adam updates": (5, 0), "untied, sampled": (5, 64)}
+SUMMED = {"all logits": (1, 0), "sampled": (5, 64)}
 IN_FP8 = {"qkv": attention.qkv_fp8, "share_values": ngrams.share_values, "norm_fork": mlp.norm_fork_fp8,
           "feed_forward": mlp.feed_forward_fp8, "mlp_input": mlp.mlp_input_fp8}
 KERNELS = {"references": {}, "lookup": {"lookup": embedding.lookup}, "FP8": IN_FP8}
@@ -480,7 +464,7 @@ KERNELS = {"references": {}, "lookup": {"lookup": embedding.lookup}, "FP8": IN_F
 
 @pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("kernels, case", [*product(("references", "lookup"), SUMMED),
-                                           ("FP8", "tied, Adam updates")])
+                                           ("FP8", "all logits")])
 def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, kernels, case):
     """What a reduce-scatter gets, in the middle of the backward pass, is what stands there at its end."""
     index, samples = SUMMED[case]
@@ -508,6 +492,6 @@ def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, kerne
     layers = [f"layer {i}" for i in range(len(config.layers))]
     assert stops == ["head", *layers[::-1], UPDATE] and step.update_adam
     assert {stop for name, stop in checked if name == "mlp"} == set(layers)
-    assert ("head", UPDATE if step.tied else "head") in checked
+    assert ("head", UPDATE) in checked
     valued = {layers[i] for i in model.value_index}
     assert {stop for name, stop in checked if name == "value tables"} == valued

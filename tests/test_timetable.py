@@ -15,10 +15,8 @@ from kernels.ranks.timetable import SMALL, UPDATE, Traffic, timetable, timetable
 from records.run.explain import tables_text
 
 GOLDEN = ROOT / "tests" / "timetable.txt"
-# (tied, the step before updated Adam's groups, this one does)
-KINDS = {"tied, Adam's gradients accumulate": (True, True, False), "tied, Adam updates": (True, False, True),
-         "untied, Adam's gradients accumulate": (False, True, False),
-         "untied, Adam updates": (False, False, True)}
+# (the step before updated Adam's groups, this one does)
+KINDS = {"Adam's gradients accumulate": (True, False), "Adam updates": (False, True)}
 
 
 def traffic_of(config: train_gpt.Config, ranks: int) -> list[Traffic]:
@@ -32,7 +30,7 @@ def test_timetable_of_the_speedrun_is_the_pinned_one():
     for ranks in (1, 2, 4, 8):
         for one in traffic_of(config, ranks):
             kind = "every step" if one.every_step else "Adam's steps"
-            kind += ", replicated" * one.replicated + (f", tied to {one.tied_to}" if one.tied_to else "")
+            kind += ", replicated" * one.replicated
             rounds.setdefault(f"{one.group:16} {kind}: {', '.join(one.rounds) or 'none'}", []).append(ranks)
     lines = ["The first use of each group's rounds", ""]
     lines += [f"ranks {', '.join(map(str, ranks)):10}  {text}" for text, ranks in rounds.items()]
@@ -49,20 +47,20 @@ def test_timetable_of_the_speedrun_is_the_pinned_one():
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_everything_that_is_updated_is_summed_and_gathered_once(ranks, kind, overlap):
-    tied, adam_updated, update_adam = kind
+    adam_updated, update_adam = kind
     traffic = traffic_of(train_gpt.SPEEDRUN, ranks)
     table = timetable(traffic, len(train_gpt.SPEEDRUN.layers), *kind, overlap=overlap)
 
     def rounds(adam: bool) -> set:
         return {(one.group, i) for one in traffic for i in range(len(one.rounds))
-                if not one.replicated and (adam or one.every_step) and not (tied and one.tied_to)}
+                if not one.replicated and (adam or one.every_step)}
 
     sums = [transfer for transfer in table.sums if transfer.what != SMALL]
     for transfers, adam in ((table.gathers, adam_updated), (sums, update_adam)):
         found = [(transfer.what, transfer.round) for transfer in transfers]
         assert len(found) == len(set(found)) and set(found) == rounds(adam)
     assert [t.what for t in table.sums].count(SMALL) == update_adam
-    updated = {one.group for one in traffic if (update_adam or one.every_step) and not (tied and one.tied_to)}
+    updated = {one.group for one in traffic if update_adam or one.every_step}
     assert len(table.updates) == len(updated) and set(table.updates) == updated
     if not overlap:
         assert {t.start for t in table.gathers} == {"n-grams"} and {t.start for t in table.sums} == {UPDATE}
@@ -121,7 +119,7 @@ def test_a_step_sends_what_its_timetable_says(sending, index, monkeypatch):
     record_stops(monkeypatch, optimizer, log)
     trainer.step(step, trainer.loader.batches(index))
 
-    kind = step.tied, step.adam_updated, step.update_adam
+    kind = step.adam_updated, step.update_adam
     table = timetable(optimizer.traffic, len(trainer.config.layers), *kind)
     found = started(log, gathered, "reach", "all_gather")
     assert found == [(t.what, t.round, t.start) for t in table.gathers]
@@ -179,7 +177,7 @@ def test_the_command_line_prints_the_timetable_of_every_kind_of_step():
 
 def test_explain_prints_the_rates_of_every_group():
     lines = succeeded(command("--preset", "cpu", "--explain")).stdout.splitlines()
-    assert lines[0].split()[:2] == ["group", "algorithm"] and len(lines) == 11
+    assert lines[0].split()[:2] == ["group", "algorithm"] and len(lines) == 10
     [row] = [line for line in lines if line.startswith("value tables")]
     assert "1.2" in row and "0.75, 0.99" in row             # 150 times 0.008
 
@@ -195,13 +193,12 @@ def test_the_text_that_retrieval_gathers_is_listed():
 
 
 def test_what_shared_updates_send_is_listed():
-    """Of the head and the value tables whenever Adam updates, of the embedding once it is untied."""
+    """Of the head and the value tables whenever Adam updates."""
     config = replace(train_gpt.PRESETS["corpus"], shared_updates=True)
     model = train_gpt.GPT(config, torch.device("meta"), collectives.Collectives(1))
     groups, schedule = train_gpt.parameter_groups(model, config), train_gpt.Schedule(config)
     text = tables_text(groups, schedule, 4)
     kinds = [step for step in schedule.kinds().values() if step.update_adam]
-    for group, times in (("head", len(kinds)), ("value tables", len(kinds)),
-                         ("embedding", sum(not step.tied for step in kinds))):
+    for group in ("head", "value tables"):
         for kind in ("reduce_scatter", "all_gather"):   # A line says where they start, one where they arrive.
-            assert text.count(f"{kind} features of {group}") == 2 * times
+            assert text.count(f"{kind} features of {group}") == 2 * len(kinds)

@@ -66,7 +66,7 @@ def weights_of(saved: Saved, with_table: bool, positions: int) -> dict[str, Tens
     """The weights by their names in modeling_speedrun.py."""
     model, config = saved.model, saved.model.config
     cos, sin, _ = model.rotary[saved.step.windows[1] * config.window_block]
-    weights = {"embedding": model.embedding, "head": model.head, "scalars": model.scalars,
+    weights = {"head": model.head, "scalars": model.scalars,
                "cos": cos[:positions], "sin": sin[:positions]}
     if model.smear_gate is not None:
         weights["smear_gate"] = model.smear_gate

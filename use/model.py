@@ -93,8 +93,7 @@ def load(folder: Path, device: torch.device, **changes: object) -> Saved:
             if not x.is_meta:
                 x.copy_(tensors[name])
         schedule = train_gpt.Schedule(config)
-        step = schedule.validation(len(schedule))._replace(tied=False)
-        return Saved(model, step, facts, look_up)
+        return Saved(model, schedule.validation(len(schedule)), facts, look_up)
 
 
 def check_shapes(folder: Path, model: train_gpt.GPT, tensors: dict[str, Tensor]) -> None:

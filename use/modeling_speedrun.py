@@ -111,8 +111,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: SpeedrunConfig):
         super().__init__(config)
-        self.embedding = nn.Parameter(torch.empty(config.padded_vocab, config.width))
-        self.head = nn.Parameter(torch.empty(config.padded_vocab, config.width))
+        self.head = nn.Parameter(torch.empty(config.padded_vocab, config.width))     # the embedding, too
         self.scalars = nn.Parameter(torch.empty(2))
         self.smear_gate = nn.Parameter(torch.empty(config.gate_channels)) if config.smear else None
         self.copy_head = CopyHead(config) if config.copy_channels else None
@@ -153,7 +152,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
         is_start = (input_ids == config.bos_token_id) | (at == 0)
         age = at - torch.where(is_start, at, 0).cummax(1).values
         position, rows = (self.cos[:n, None], self.sin[:n, None]), self.rows(input_ids, is_start)
-        x = norm(F.embedding(input_ids, self.embedding))
+        x = norm(F.embedding(input_ids, self.head))
         if self.smear_gate is not None:
             mix = self.scalars[0] * torch.sigmoid(x[..., :len(self.smear_gate)] @ self.smear_gate)
             x = norm(x + mix[..., None] * previous(x, is_start))

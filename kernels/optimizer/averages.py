@@ -23,15 +23,11 @@ class Averaged(NamedTuple):
 class Averages:
     """Moving averages of weights over the last steps of a run, which is `total` steps long."""
 
-    def __init__(self, weights: list[Averaged], total: int, last: int, every: int, share: float, width: int,
-                 earliest: int = 0):
-        """Averages begin `last` steps before the end (0: none) and take the weights after each `every`-th.
-
-        They never begin before step `earliest`: a weight that is tied to another is stale until then.
-        """
+    def __init__(self, weights: list[Averaged], total: int, last: int, every: int, share: float, width: int):
+        """Averages begin `last` steps before the end (0: none) and take the weights after each `every`-th."""
         self.weights, self.total, self.every, self.share, self.width = weights, total, every, share, width
-        self.start = max(total - last, earliest)
-        averaged = weights if last and self.start < total else []
+        self.start = max(total - last, 0)
+        averaged = weights if last else []
         self.state = [torch.zeros_like(w.weight, dtype=torch.float32) for w in averaged]
 
     def of(self, weight: Tensor) -> Tensor | None:

@@ -27,7 +27,6 @@ class Traffic(NamedTuple):
     rounds: list[str]  # the first use of each round, which one collective takes; empty: sends nothing
     every_step: bool  # updated in every step, not only in those that update Adam's groups
     replicated: bool = False  # too small to share out: every rank makes the whole update
-    tied_to: str | None = None  # until untied, the group whose weights it shares
 
 
 class Transfer(NamedTuple):
@@ -52,34 +51,30 @@ def stops_of(layers: int) -> list[str]:
     return ["n-grams", "embedding", *(f"layer {i}" for i in range(layers)), "head"]
 
 
-def rounds_by_use(traffic: list[Traffic], stops: list[str], tied: bool, adam: bool) -> list[tuple]:
+def rounds_by_use(traffic: list[Traffic], stops: list[str], adam: bool) -> list[tuple]:
     """(place in `stops`, group, round) of all that is updated and shared out, by first use.
 
-    `adam`: the groups that are not updated in every step are due. While `tied`, a group is used where the
-    group that is tied to it is used.
+    `adam`: the groups that are not updated in every step are due.
     """
-    users = {one.tied_to: stops.index(one.rounds[0]) for one in traffic if tied and one.tied_to}
-    updated = [one for one in traffic if (adam or one.every_step) and not (tied and one.tied_to)]
-    uses = [(min(stops.index(stop), users.get(one.group, len(stops))), one.group, i)
-            for one in updated if not one.replicated for i, stop in enumerate(one.rounds)]
+    uses = [(stops.index(stop), one.group, i) for one in traffic
+            if (adam or one.every_step) and not one.replicated for i, stop in enumerate(one.rounds)]
     return sorted(uses, key=lambda use: use[0])
 
 
-def timetable(traffic: list[Traffic], layers: int, tied: bool, adam_updated: bool, update_adam: bool,
+def timetable(traffic: list[Traffic], layers: int, adam_updated: bool, update_adam: bool,
               overlap: bool = True) -> Timetable:
     """The transfers of a step of a model with so many layers.
 
-    tied: the embedding is the head's weight. adam_updated, update_adam: the step before, and this one, update
-    the groups that are not updated in every step. Without `overlap` all gathers come before the first stop
-    and all sums after the backward pass.
+    adam_updated, update_adam: the step before, and this one, update the groups that are not updated in every
+    step. Without `overlap` all gathers come before the first stop and all sums after the backward pass.
     """
     stops = stops_of(layers)
     gathers = []
-    for use, group, i in rounds_by_use(traffic, stops, tied, adam_updated):
+    for use, group, i in rounds_by_use(traffic, stops, adam_updated):
         start, needed = (stops[max(use - 2, 0)], stops[use]) if overlap else (stops[0], stops[0])
         gathers.append(Transfer("all_gather", group, i, start, needed))
     early, late = [], []
-    for use, group, i in reversed(rounds_by_use(traffic, stops, tied, update_adam)):
+    for use, group, i in reversed(rounds_by_use(traffic, stops, update_adam)):
         # Gradients of what the embedding uses are complete only when the whole backward pass is.
         under_way = overlap and use > stops.index("embedding")
         (early if under_way else late).append(

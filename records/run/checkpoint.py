@@ -435,7 +435,6 @@ def restore_state(trainer, found: Found) -> None:
         steps = [step.batch_tokens for step in islice(trainer.schedule, found.step)]
         for text in pieces.tensor("retrieval/text").split(steps):
             index.add(text.to(world.device))
-    optimizer.tied = trainer.schedule.at(found.step - 1).tied
 
 
 def own_gradient(name: str, p: Tensor, pieces: Pieces, ranks: int, world) -> Tensor:

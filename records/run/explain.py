@@ -41,14 +41,14 @@ def tables_text(groups, schedule, ranks: int | None) -> str:
     traffic = [group.traffic(ranks) for group in groups]
     layers = len(config.layers)
     for step in schedule.kinds().values():
-        table = timetable(traffic, layers, step.tied, step.adam_updated, step.update_adam, config.overlap)
+        table = timetable(traffic, layers, step.adam_updated, step.update_adam, config.overlap)
         for group in groups:        # Its update sends these itself.
             if group.shared and group.name in table.updates:
                 table.model.extend(Transfer(kind, f"features of {group.name}", None, UPDATE, UPDATE)
                                    for kind in ("reduce_scatter", "all_gather"))
         if config.retrieval:        # The trainer sends it.
             table.model.append(Transfer("all_gather", "text of the step", None, UPDATE, UPDATE))
-        parts += [f"\nSteps from {step.index} on, {ranks} ranks, tied {step.tied}, Adam {step.update_adam}\n",
+        parts += [f"\nSteps from {step.index} on, {ranks} ranks, Adam {step.update_adam}\n",
                   timetable_text(table, layers)]
     return "\n".join(parts)
 

@@ -203,7 +203,7 @@ def table_parts(model) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def save_model(model, report, log) -> list[str]:
-    """Write the folder of a trained model, whose weights are whole and untied. All ranks must call.
+    """Write the folder of a trained model, whose weights are whole. All ranks must call.
 
     Returns a line for a person, from the first rank.
     """

@@ -58,7 +58,7 @@ class Result(NamedTuple):
 def pairs_of_stages(schedule: train_gpt.Schedule) -> list[Pair]:
     """Two successive steps of each stage that differ only in Adam's update, which the second one makes."""
     def program(step: train_gpt.Step) -> tuple:
-        return step.batch_tokens, step.windows, step.samples, step.tied, len(step.multi_token)
+        return step.batch_tokens, step.windows, step.samples, len(step.multi_token)
 
     pairs: dict[int, Pair] = {}
     steps = list(schedule)

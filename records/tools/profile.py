@@ -108,7 +108,7 @@ def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, 
                 torch.cuda.synchronize()
         if trainer.world.rank == 0:
             name = f"{i}-{step.batch_tokens}"
-            name += "-tied" * step.tied + "-adam" * step.update_adam
+            name += "-adam" * step.update_adam
             path = out / f"{name}.json.gz"
             recorded.export_chrome_trace(str(path))
             with gzip.open(path) as file:
