@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from data import embedded
-from data.canonical import gpt2_never
+from data.canonical import Never, begin
 from data.classes import gpt2_classes, gpt2_features
 from data.loader import Batch, Loader, StepShape, TextSettings, to_device
 from data.packing import round_up
@@ -460,7 +460,7 @@ class GPT(nn.Module):
             [window * config.window_block for window in long], most, int(config.qk_dim * config.rotary_share),
             config.rotary_base, config.attention_scale, config.yarn, device)
         self.loss_weights = torch.ones(3, device=device)
-        self.never = gpt2_never(config.padded_vocab, device) if config.canonical else None
+        self.never = Never(config.padded_vocab, device) if config.canonical else None
         valued = [i for i in range(depth) if config.layers[i].value_embedding and config.value_embeddings]
         self.value_index = {layer: i for i, layer in enumerate(valued)}     # which table and gate a layer has
 
@@ -998,6 +998,8 @@ class Trainer:
         self.schedule = Schedule(config)
         embedded.provide(config.data_path, world.rank, world.barrier)
         check_scores(config.score)
+        if config.canonical:
+            begin(config.padded_vocab)      # It is ready when the model is first scored.
         world.be_deterministic(config.deterministic)
         self.text = TextSettings.of(config)
         self.loader = Loader(

@@ -14,9 +14,12 @@ A pair is ruled out only if the border between its tokens lies inside one word i
 pairs of tokens these are 2.8%. None of them occurs in the 205 million pairs of the corpus of
 records/README.md.
 """
+import subprocess
+import sys
 import unicodedata
 from collections import defaultdict
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -97,13 +100,43 @@ def impossible_pairs(tokens: list[bytes], columns: int) -> np.ndarray:
 
 
 @lru_cache
+def begin(columns: int) -> subprocess.Popen:
+    """Let another process work out the impossible pairs of GPT-2's tokens: it takes 4 s, beside a start."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "data.canonical", str(columns)], cwd=Path(__file__).resolve().parent.parent,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+@lru_cache
 def gpt2_pairs(columns: int) -> np.ndarray:
-    """The impossible pairs of GPT-2's tokens. It takes 4 s."""
-    return impossible_pairs(gpt2_tokens(), columns)
+    """The impossible pairs of GPT-2's tokens. RuntimeError if the process that works them out fails."""
+    pairs = np.empty((GPT2_SIZE, columns // 8), np.uint8)
+    with begin(columns) as process:
+        size = process.stdout.readinto(pairs.data.cast("B"))
+    if size != pairs.nbytes or process.returncode:
+        raise RuntimeError(f"`python -m data.canonical {columns}` failed, with status {process.returncode}")
+    return pairs
 
 
-def gpt2_never(columns: int, device: torch.device) -> Tensor:
-    """The same on a device: (50257, columns / 8) uint8. On the meta device only its size is worked out."""
-    if device.type == "meta":
-        return torch.empty(GPT2_SIZE, columns // 8, dtype=torch.uint8, device=device)
-    return torch.from_numpy(gpt2_pairs(columns)).to(device)
+class Never:
+    """The impossible pairs of GPT-2's tokens on a device. On the meta device only their size is right."""
+
+    def __init__(self, columns: int, device: torch.device):
+        self.bits = torch.empty(GPT2_SIZE, columns // 8, dtype=torch.uint8, device=device)
+        self.known = device.type == "meta"
+
+    def behind(self, tokens: Tensor) -> Tensor:
+        """The rows (n, columns / 8) uint8 of tokens (n,). The first call waits for the pairs."""
+        if not self.known:
+            self.bits.copy_(torch.from_numpy(gpt2_pairs(8 * self.bits.shape[1])))
+            self.known = True
+        return self.bits[tokens]
+
+
+def main() -> None:
+    """Write the bits of so many columns to standard output, for `begin`."""
+    sys.stdout.buffer.write(impossible_pairs(gpt2_tokens(), int(sys.argv[1])).data)
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from conftest import ROOT, TINY
 
 import train_gpt
-from data.canonical import CONTRACTIONS, gpt2_never, impossible_pairs, kind
+from data import canonical
+from data.canonical import CONTRACTIONS, gpt2_pairs, impossible_pairs, kind
 from data.classes import GPT2_SIZE, gpt2_tokens
 from kernels import loss
 from kernels.loss.cross_entropy import CAP, NEVER, SHIFT, WIDTH, set_bits
@@ -73,7 +74,13 @@ def test_of_which_kind_characters_are():
 
 @pytest.fixture(scope="module")
 def never() -> np.ndarray:
-    return gpt2_never(COLUMNS, CPU).numpy()
+    return gpt2_pairs(COLUMNS)
+
+
+def test_a_process_that_fails_is_told(monkeypatch):
+    monkeypatch.setattr(canonical.sys, "executable", "false")
+    with pytest.raises(RuntimeError, match=r"`python -m data.canonical 16` failed, with status 1"):
+        gpt2_pairs(16)
 
 
 def test_pairs_of_gpt2(never):
@@ -162,7 +169,7 @@ def test_a_model_is_scored_with_it_and_trained_without():
     config = train_gpt.parse(words)[0]
     plain, masked = (train_gpt.GPT(replace(config, canonical=canonical), CPU, Collectives(1))
                      for canonical in (False, True))
-    assert "never" not in masked.state_dict() and masked.never.shape == (GPT2_SIZE, COLUMNS // 8)
+    assert "never" not in masked.state_dict() and masked.never.bits.shape == (GPT2_SIZE, COLUMNS // 8)
     tokens = torch.tensor([50256, 1169, 3797, 3332, 319, 262, 2603, 13], dtype=torch.int32)    # the cat sat …
     batch = train_gpt.Batch(tokens[:-1], tokens[1:], torch.tensor([0, 7], dtype=torch.int32), tokens[:0], 7)
     step = train_gpt.Schedule(config).validation(1)
@@ -175,7 +182,7 @@ def test_a_model_is_scored_with_it_and_trained_without():
         plain.ops = ops._replace(
             head_loss=lambda x, *rest, **more: (states.append(x), ops.head_loss(x, *rest, **more))[1])
         before, after = plain(batch, step)[1].item(), masked(batch, step)[1].item()
-        bits = set_bits(masked.never[tokens[:-1]], config.padded_vocab)
+        bits = set_bits(masked.never.behind(tokens[:-1]), config.padded_vocab)
         scores = CAP * torch.sigmoid((F.linear(states[0], plain.head).double() + SHIFT) / WIDTH)
         taken = scores.softmax(1).masked_fill(bits, 0).sum(1).log().sum().item()
     assert taken < -0.1 and plain.copy_head.weight is not None

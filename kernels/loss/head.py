@@ -62,9 +62,9 @@ class Targets(NamedTuple):
         return later_targets(self.targets, self.is_start, len(self.weights))
 
 
-def ruled_out(never: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """`Targets.never` behind tokens (n,), by a row of `never` a token; None where there are gradients."""
-    return None if never is None or torch.is_grad_enabled() else never[tokens]
+def ruled_out(never, tokens: Tensor) -> Tensor | None:
+    """`Targets.never` behind tokens (n,), by a `data.canonical.Never`; None where there are gradients."""
+    return None if never is None or torch.is_grad_enabled() else never.behind(tokens)
 
 
 def later_targets(targets: Tensor, is_start: Tensor, count: int) -> list[Tensor]:
