@@ -287,15 +287,16 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # 185 M tokens, few GPUs: the record of records/2026-11-26_two-h200. Without the tails of cut documents a
-    # second epoch would start, which costs 0.1 of loss. Without layer 2 `clean` is 0.018 higher and a step
-    # takes 11% less time, which is worth 0.022 in steps.
+    # 185 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
+    # cut documents a second epoch would start, which costs 0.1 of loss. Without layer 2 `clean` is 0.018
+    # higher and a step takes 11% less time, which is worth 0.022 in steps.
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", layers=SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:], data_path="",
         keep_tails=True, micro_batches=2, ngram_rows=268_435_456, ngram_classes=True,
         near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
         steps=1365, shared_updates=True, softmax_tokens=16_384, canonical=True, val_fp8=False,
-        score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES | {"lr_scale": (0.84, 1.2, 1.5)}),
+        score=("clean:4194304", "fineweb:561000"),
+        **HALF_BATCHES | dict(lr_scale=(0.84, 1.2, 1.5), momentum_warmup=300)),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,
