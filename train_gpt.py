@@ -295,8 +295,7 @@ PRESETS = {
         keep_tails=True, micro_batches=2, ngram_rows=268_435_456, ngram_classes=True,
         near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
         steps=1365, shared_updates=True, softmax_tokens=16_384, canonical=True, val_fp8=False,
-        score=("clean:4194304", "fineweb:561000"),
-        **HALF_BATCHES | dict(lr_scale=(0.84, 1.2, 1.5), momentum_warmup=300)),
+        score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,

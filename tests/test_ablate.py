@@ -156,6 +156,17 @@ def test_changes_that_no_design_has(changes):
         design(changes)
 
 
+def test_two_passes_free_the_effects_of_pairs():
+    """The first two changes harm each other. After one pass that moves effects of others, after two none."""
+    far = []
+    for passes in (1, 2):
+        made = design(8, passes)
+        losses = 3.5 + 0.01 * (np.where(made[:, 0], 1, -1) * np.where(made[:, 1], 1, -1))
+        far.append(abs(effects(made, losses)[0]).max())
+    assert far[0] > 0.006 and far[1] == pytest.approx(0, abs=1e-12)
+    assert np.array_equal(made[:12], ~made[12:])
+
+
 def test_effects_are_those_of_least_squares_and_their_intervals_hold():
     made, true, rng = design(8), np.linspace(-0.004, 0.01, 8), np.random.default_rng(0)
     columns = np.hstack([np.ones((12, 1)), made])
@@ -187,6 +198,7 @@ def test_whole_runs_screen_changes_together(config, monkeypatch):
     assert [seed for seed, *_ in seen] == list(range(5, 21)) and len(said) == 16
     assert {(cautious, steps) for *_, cautious, steps in seen} == {(True, 120), (False, 7)}
     assert seen[7][1:] == (True, True, 120) and said[7].endswith("clean 3.6000; with no change")
+    assert seen[15][1:] == (False, False, 7)        # The second pass makes what the first did not.
     assert rows[0] == ["16 runs", "loss ± 0.0000", "clean ± 0.0000", "s ± 0.00"]
     assert rows[2:] == [["no change, by the sums of effects", "3.3000", "3.6000", "10.00"],
                         ["smear=false", "+0.0200", "+0.0200", "-1.00"],

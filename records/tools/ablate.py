@@ -12,7 +12,8 @@ settings of train_gpt.py can be given. Instead of timing steps it can do these:
                    seeds, each with every `--try`, and tests the difference: one seed says little.
 --screen           train whole schedules, each with about half of the `--try`s, and print the effect of each:
                    12 runs for eight changes, each run with a seed of its own (records/tools/screen.py).
-                   `--runs 2` trains them all once more.
+                   `--runs 2` adds 12 that make in turn what those did not: then pairs of changes that help or
+                   harm each other move no effect.
 --against FOLDER   time another checkout of this project in turn with this one, with the same settings
 --check N          first take N steps from the same weights, twice eagerly and twice as CUDA graphs, and print
                    how far their losses differ: with deterministic kernels, and with those of training
@@ -184,7 +185,7 @@ def train_screened(tries: list[str], argv: list[str], world: train_gpt.World, sa
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"--screen: more than one --try changes {', '.join(twice)}")
     first = train_gpt.parse(argv)[0]
-    made, results = np.vstack([design(len(tries))] * first.runs), []
+    made, results = design(len(tries), first.runs), []
     for i, row in enumerate(made):
         chosen = [text for text, on in zip(tries, row) if on]
         config = vary(",".join(chosen), argv, train=True) if chosen else first
