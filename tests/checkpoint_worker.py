@@ -23,8 +23,9 @@ from records.run import checkpoint  # noqa: E402
 MOMENTS = 2, 3, 6
 
 
-def rank_of(rank: int, ranks: int, port: int, out: Path, work, *arguments) -> None:
+def rank_of(rank: int, ranks: int, port: int, forked, out: Path, work, *arguments) -> None:
     """One rank, with torchrun's variables, which does `work(rank, *arguments)`; its errors go to a file."""
+    forked.wait()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RUNS_PATH": str(out),
                    "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -62,10 +63,18 @@ def moments(rank: int, out: Path, settings: list[str]) -> None:
 
 
 def start(ranks: int, out: Path, *work) -> None:
-    """Run `work` on each of so many ranks, which meet at a store of this process, as under torchrun."""
+    """Run `work` on each of so many ranks, which meet at a store of this process, as under torchrun.
+
+    No rank goes to the store before all are forked. Otherwise the store's thread may hold a lock while a
+    later rank is forked, which then waits for it for ever: one start of 8 ranks in 12 did.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.start_processes(rank_of, (ranks, store.port, out, *work), nprocs=ranks,
-                                          start_method="fork")
+    forked = torch.multiprocessing.get_context("fork").Event()
+    processes = torch.multiprocessing.start_processes(
+        rank_of, (ranks, store.port, forked, out, *work), nprocs=ranks, join=False, start_method="fork")
+    forked.set()
+    while not processes.join():
+        pass
 
 
 def signal_in_step_5() -> None:
