@@ -472,8 +472,8 @@ class GPT(nn.Module):
 
         rows = [2 * config.heads * config.qk_dim + 2 * config.width] * depth + [4 * config.width] * 2 * depth
         self.bank = nn.ParameterList(table(n) for n in rows)
-        # The embedding is the head's weight (Press and Wolf, arXiv 1608.05859). A quarter of a run ends 0.033
-        # higher with a table of its own (records/measuring.md).
+        # The embedding is the head's weight (Press and Wolf, arXiv 1608.05859; @varunneal #175). A quarter of
+        # a run ends 0.033 higher with a table of its own (records/measuring.md).
         self.head = table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
         classes = torch.from_numpy(gpt2_classes()) if config.ngram_classes else None
@@ -833,9 +833,10 @@ class Optimizer:
         self.lr, self.momentum_beta = (torch.zeros((), device=world.device) for _ in range(2))
         self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # until a loss is not
         self.traffic = [group.traffic(world.size) for group in groups]
-        self.to_gather, self.to_sum = deque(), deque()      # Transfers that have not started
-        self.gathers: deque[tuple[Transfer, Work]] = deque()    # under way
-        self.sums = {}      # lists of those under way, by what they sum
+        self.to_gather: deque[Transfer] = deque()                           # gathers that have not started
+        self.gathers: deque[tuple[Transfer, Work]] = deque()                # under way
+        self.to_sum: deque[Transfer] = deque()
+        self.sums: dict[str, list[Work]] = {}                               # under way, by what they sum
 
     @torch.no_grad()
     def begin(self, step: "Step") -> None:
