@@ -25,7 +25,7 @@ from records.tools.check import check_clock
 from records.tools.logs import read_log
 
 SHORTER = [*TINY, "--batch_tokens", "256,512,768", "--micro_batches", "4", "--val_every", "0",
-           "--average_steps", "4", "--average_every", "1"]
+           "--average_steps", "4", "--average_every", "1", "--slow_share", "0.4"]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def few_features(monkeypatch):
 def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fill: bool) -> SimpleNamespace:
     """What `copy_state` and `restore` need of a trainer: groups of every kind, with random or empty state."""
     torch.manual_seed(0)
-    config, shards = replace(train_gpt.PRESETS["cpu"], adam_every=2), {}
+    config, shards = replace(train_gpt.PRESETS["cpu"], adam_every=2, slow_share=0.4), {}
     world = SimpleNamespace(rank=rank, size=ranks, collectives=Collectives(ranks), device=torch.device("cpu"))
     for name, algorithm, shapes, more in GROUPS:
         params = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]

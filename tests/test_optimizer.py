@@ -43,12 +43,15 @@ def plain_adam(p, grads, lr, betas, decay, cautious):
     return p
 
 
-def plain_normuon(p, grads, lr, betas, decay, cautious, neuron_norm):
+def plain_normuon(p, grads, lr, betas, decay, cautious, neuron_norm, slow):
     """NorMuon of one matrix, a row a neuron, a step at a time."""
-    p, m, v = p.clone(), torch.zeros_like(p), torch.zeros(len(p))
+    (slow_share, slow_beta), p, v = slow, p.clone(), torch.zeros(len(p))
+    m = s = torch.zeros_like(p)
     for g in grads:
         m = betas[0] * m + (1 - betas[0]) * g
-        update = orthogonalise(((1 - betas[0]) * g + betas[0] * m)[None])[0]
+        s = slow_beta * s + (1 - slow_beta) * g
+        past = (1 - slow_share) * m + slow_share * s
+        update = orthogonalise(((1 - betas[0]) * g + betas[0] * past)[None])[0]
         if neuron_norm:
             v = betas[1] * v + (1 - betas[1]) * update.pow(2).mean(1)
             scaled = update / v.sqrt()[:, None]
@@ -58,19 +61,20 @@ def plain_normuon(p, grads, lr, betas, decay, cautious, neuron_norm):
     return p
 
 
-def update(shard, lr: float, momentum_beta: float) -> None:
+def update(shard, lr: float, momentum_beta: float, slow_share: float = 0.0) -> None:
     """One update from the gradients that stand in the shard's buffer."""
+    finite, *numbers = map(torch.tensor, (True, lr, momentum_beta, slow_share))
     with torch.no_grad():
-        shard.update(REFERENCES, torch.tensor(True), torch.tensor(lr), torch.tensor(momentum_beta))
+        shard.update(REFERENCES, finite, numbers[0], updates.Rates(*numbers[1:], shard.config.slow_beta))
 
 
-def run_shard(group, config, grads, momentum=0.9, lr=0.7):
+def run_shard(group, config, grads, momentum=0.9, lr=0.7, slow_share=0.0):
     """A group's parameters after updates from these gradients."""
     shard = group.algorithm(group, config, train_gpt.World())
     for step in grads:
         for p, g in zip(group.params, step):
             p.grad.copy_(g)
-        update(shard, lr, momentum)
+        update(shard, lr, momentum, slow_share)
     return [p.detach() for p in group.params]
 
 
@@ -126,22 +130,24 @@ def test_adam_keeps_its_state_from_what_is_not_finite():
 
 @pytest.mark.parametrize("squares, length, rates", [(True, 32, [1.0, 1.0]), (True, 24, [1.0, 3.0]),
                                                     (False, 32, [2.0, 4.0])])
-@pytest.mark.parametrize("cautious, neuron_norm", [(True, True), (False, True), (True, False)])
-def test_normuon_against_its_textbook(config, cautious, neuron_norm, squares, length, rates):
+@pytest.mark.parametrize("cautious, neuron_norm, slow_share",
+                         [(True, True, 0.0), (False, True, 0.3), (True, False, 0.3)])
+def test_normuon_against_its_textbook(config, cautious, neuron_norm, slow_share, squares, length, rates):
     """Groups of stacks of square matrices and one of tall ones, each matrix with its own rate."""
     torch.manual_seed(0)
-    config = replace(config, cautious=cautious, neuron_norm=neuron_norm)
+    config = replace(config, cautious=cautious, neuron_norm=neuron_norm, slow_share=slow_share,
+                     slow_beta=0.75)
     params = [torch.nn.Parameter(torch.randn(length, 8)) for _ in range(2)]
     before = [p.detach().clone() for p in params]
     grads = [[torch.randn_like(p) for p in params] for _ in range(3)]
     group = train_gpt.Group("bank", params, ["layer 0", "layer 1"], 0.1, (0.0, 0.9), 0.1 * 3.0,
                             train_gpt.NorMuon, matrix_lr=rates, square_blocks=squares)
-    for i, p in enumerate(run_shard(group, config, grads)):
+    for i, p in enumerate(run_shard(group, config, grads, slow_share=slow_share)):
         for rows in (range(0, length, 8) if squares else [0]):
             one = slice(rows, rows + 8) if squares else slice(0, length)
             mine = [step[i][one] for step in grads]
             expected = plain_normuon(before[i][one], mine, 0.7 * 0.1 * rates[i], (0.9, 0.9), 0.7 * 0.1 * 3.0,
-                                     cautious, neuron_norm)
+                                     cautious, neuron_norm, (slow_share, 0.75))
             torch.testing.assert_close(p[one], expected, atol=2e-5, rtol=1e-4)
 
 
@@ -319,11 +325,13 @@ def test_a_warm_up_that_was_not_finite_does_not_stop_the_run(trainer):
 def test_a_step_hands_its_numbers_to_every_update(trainer, monkeypatch):
     step, seen = trainer.schedule.at(5), []
     for shard in trainer.optimizer.shards.values():
-        monkeypatch.setattr(shard, "update", lambda ops, *numbers: seen.append([x.item() for x in numbers]))
+        monkeypatch.setattr(shard, "update", lambda ops, *given: seen.append(given))
     loss = trainer.step(step, trainer.loader.batches(5))
     assert 5 < loss < 6         # nats a token, of an untrained model
     assert step.lr != 1 and len(seen) == len(trainer.optimizer.shards)
-    assert all(numbers == pytest.approx([1, step.lr, step.momentum]) for numbers in seen)
+    for finite, lr, rates in seen:
+        assert finite and lr.item() == pytest.approx(step.lr)
+        assert [x.item() for x in rates[:2]] == pytest.approx([step.momentum, step.slow_share])
 
 
 def test_warm_up_visits_every_kind(trainer, monkeypatch):

@@ -4,22 +4,39 @@ The two elementwise halves of NorMuon (Li et al., arXiv 2510.05491); the orthogo
 orthogonalize.py. Dividing by the running root mean square of each neuron is worth 0.0153 of loss, or 2.6 of
 34 seconds on four H200s (one pair of runs, seed 0). There is no Triton here: `torch.compile` fuses each
 function.
+
+What a gradient counts in a momentum falls by β with each step. With a second, slower average it falls fast at
+first and then slowly: more gradients count, and the newest still count most (AggMo, arXiv 1804.00325;
+AdEMAMix, arXiv 2409.03137; for Muon, from a part of the run on: @orange4664, modded-nanogpt #340).
 """
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from kernels.optimizer.master_weight import Master, Rule, apply_update
 
 
-def nesterov_momentum(grad: Tensor, momentum: Tensor, momentum_beta: Tensor, finite: Tensor) -> Tensor:
-    """The matrices to orthogonalise, like grad. Updates `momentum` (float32) in place.
+class Rates(NamedTuple):
+    """Of the moving averages. The tensors may change from step to step without a new compiled program."""
+    beta: Tensor  # 0-dim: of the momentum
+    slow_share: Tensor  # 0-dim: of the slow average in the momentum's place
+    slow_beta: float
 
-    Unless `finite` the gradient counts as zero. It and `momentum_beta` are 0-dim tensors, so that they can
-    change without a new compiled program.
+
+def nesterov_momentum(grad: Tensor, momentum: Tensor, slow: Tensor | None, rates: Rates,
+                      finite: Tensor) -> Tensor:
+    """The matrices to orthogonalise, like grad. Updates `momentum` and `slow` (float32, like it) in place.
+
+    Unless `finite`, 0-dim, the gradient counts as zero.
     """
     wide = torch.where(finite, grad, 0).float()
-    momentum.lerp_(wide, 1 - momentum_beta)
-    return wide.lerp(momentum, momentum_beta).to(grad.dtype)
+    momentum.lerp_(wide, 1 - rates.beta)
+    past = momentum
+    if slow is not None:
+        slow.lerp_(wide, 1 - rates.slow_beta)
+        past = momentum.lerp(slow, rates.slow_share)
+    return wide.lerp(past, rates.beta).to(grad.dtype)
 
 
 def neuron_update(weight: Master, update: Tensor, second: Tensor, rule: Rule, beta2: float,

@@ -7,7 +7,7 @@
 Tensors are cut by parameter and not by rank, so that other ranks find their parts:
 
     GROUP/i/weight@a                    numbers a, a + 1, … of parameter i of a group of the optimizer, flat;
-                                        also mantissa_bits, momentum, second, average
+                                        also mantissa_bits, momentum, slow, second, average
     GROUP/i/grads of rank r@0           between two steps of one Adam update: what rank r has summed so far
     GROUP/part r of moment i of features    with --shared_updates: of the first (0) and second (1), rank r's
     GROUP/steps                         how many updates there were
@@ -103,7 +103,8 @@ def own_parts(shard, rank: int, ranks: int) -> Iterator[tuple[int, int, slice]]:
 def buffers(shard, averages) -> dict[str, Tensor]:
     """What a rank alone holds of a group, by name; all but gradients."""
     found = {"weight": shard.weight, "mantissa_bits": shard.mantissa_bits, "momentum": shard.momentum,
-             "second": shard.second, "average": averages.of(shard.weight)}
+             "slow": getattr(shard, "slow", None), "second": shard.second,
+             "average": averages.of(shard.weight)}
     return {name: x for name, x in found.items() if x is not None}
 
 

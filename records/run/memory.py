@@ -238,7 +238,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
         apart = others.summed
         for shard in optimizer.shards.values() if config.overlap else ():
             before = counter.restart()
-            shard.update(optimizer.ops, optimizer.finite, optimizer.lr, optimizer.momentum_beta)
+            shard.update(optimizer.ops, optimizer.finite, optimizer.lr, optimizer.rates)
             apart += counter.peak - before
         # A graph of each kind of step has inputs of its own, and batches are on their way twice.
         inputs = on_each * sum(x.nbytes for x in batch[:-1]) * (len(kinds) + 2 * (AHEAD + 2))

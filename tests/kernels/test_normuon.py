@@ -1,9 +1,11 @@
 """NorMuon's momentum against its formula; all updates go through torch.compile."""
+import pytest
 import torch
 from checks import DEVICE, random
 
 from kernels.optimizer import (
     Master,
+    Rates,
     Rule,
     adam_update_reference,
     nesterov_momentum,
@@ -16,19 +18,25 @@ def numbers(*values: float) -> list[torch.Tensor]:
     return [torch.tensor(value, device=DEVICE) for value in values]
 
 
-def test_nesterov_momentum_looks_one_step_ahead():
-    momentum, exact, beta = torch.zeros(3, 4, 5, device=DEVICE), torch.zeros(3, 4, 5, device=DEVICE), 0.9
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_nesterov_momentum_looks_one_step_ahead(share):
+    momentum, slow, exact, late = (torch.zeros(3, 4, 5, device=DEVICE) for _ in range(4))
+    beta, finite, rates = 0.9, *numbers(True), Rates(*numbers(0.9, share), 0.99)
     for _ in range(4):
         grad = random(3, 4, 5)
         exact = beta * exact + (1 - beta) * grad.float()
-        out = nesterov_momentum(grad, momentum, *numbers(beta, True))
+        late = 0.99 * late + (1 - 0.99) * grad.float()
+        out = nesterov_momentum(grad, momentum, slow if share else None, rates, finite)
         assert out.dtype == grad.dtype
-        ahead = (beta * exact + (1 - beta) * grad.float()).to(grad.dtype)
+        past = (1 - share) * exact + share * late
+        ahead = (beta * past + (1 - beta) * grad.float()).to(grad.dtype)
         torch.testing.assert_close(out, ahead, atol=1e-6, rtol=2 * torch.finfo(grad.dtype).eps)
     torch.testing.assert_close(momentum, exact)
     kept = momentum.clone()
-    nesterov_momentum(torch.full_like(grad, torch.nan), momentum, *numbers(1.0, False))
+    still = Rates(*numbers(1.0, share), 1.0)
+    nesterov_momentum(torch.full_like(grad, torch.nan), momentum, slow, still, *numbers(False))
     assert torch.equal(momentum, kept)
+    torch.testing.assert_close(slow, late if share else torch.zeros_like(slow))
 
 
 def test_updates_compile_without_a_break_in_the_graph():
@@ -46,7 +54,8 @@ def test_updates_compile_without_a_break_in_the_graph():
             second, last = torch.rand(2, 4, 1, **form), torch.zeros(2, **form)
             bits = torch.zeros(2, 4, 6, dtype=torch.int16, **form)
             half = Master(weight.bfloat16(), bits)
-            direction = functions[nesterov_momentum](grad, momentum, beta, finite)
+            rates = Rates(beta, lr, 0.99)
+            direction = functions[nesterov_momentum](grad, momentum, momentum.clone(), rates, finite)
             functions[neuron_update](half, direction, second, rule._replace(lr=lr.view(1, 1, 1)), 0.9, True)
             flat = weight.flatten(), grad.flatten(), momentum.flatten(), grad.square().flatten()
             functions[adam_update_reference](Master(flat[0], None), *flat[1:], steps, rule, (0.5, 0.9))
