@@ -213,7 +213,7 @@ class Config:
     momentum_warmup: Positive = 300     # steps from the first momentum to the second
     momentum_cooldown: Positive = 50    # steps back again, at the end (@ClassicLarry #136)
     # A slower average of the gradients takes part of the momentum's place (@orange4664 #340). Worth 0.006 on
-    # three texts, for 0.1% of the time, by a screening.
+    # three texts by a screening, and less by whole runs (records/ideas.md), for 0.1% of the time.
     slow_share: Share = 0.0
     slow_beta: Beta = 0.97
     slow_from: tuple[Share, Share] = (0.3, 0.4)     # parts of the steps: where its share begins and is whole
