@@ -19,13 +19,13 @@ from torch import Tensor
 
 from kernels.attention.bounded_kernels import forward_kernel, key_kernel, query_kernel
 from kernels.backend import check, triton
-from kernels.copying.pointer import sequence_bounds
+from kernels.sequence import sequence_bounds
 
 # (queries, keys, warps, stages) of a tile, of each kernel. A multiple of the other side's length, in the direction
 # in which a program keeps its tile.
-FORWARD = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 8, 2), (64, 32, 4, 3), (128, 64, 4, 2)]
-QUERIES = [(64, 64, 4, 2), (64, 32, 4, 2), (128, 64, 8, 2), (64, 64, 4, 3)]
-KEYS = [(64, 64, 4, 2), (32, 64, 4, 2), (64, 128, 8, 2), (64, 64, 8, 2)]
+FORWARD = [(64, 64, 4, 2), (128, 32, 8, 3), (128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 3), (128, 64, 4, 2)]
+QUERIES = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2)]
+KEYS = [(64, 64, 4, 2), (32, 64, 4, 2), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 2), (32, 128, 8, 2)]
 
 
 class BoundedAttention(torch.autograd.Function):

@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention.bounded import bounded_attention
+
 
 def fit_tiles(interface: ModuleType) -> None:
     """Make FlashAttention-4 choose Hopper's tiles by the wider of q's and v's heads.
@@ -94,6 +96,7 @@ def attention_reference(
 
 
 ATTENTION: dict[str, Callable[..., Tensor]] = {
+    "bounded": bounded_attention,
     "flash4": flash4_attention,
     "varlen": varlen_attention,
     "plain": attention_reference,

@@ -10,6 +10,7 @@ No score is kept: memory grows with the tokens, not with their square. Backward 
 with the gradients g and h of both sums that of a score is g [match] e^(s − matching) + h e^(s − every). One
 launch makes q's gradient by rows and one k's by columns, so repeated runs are equal bit for bit.
 """
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -20,15 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from kernels.backend import check, triton
 from kernels.copying.pointer_kernels import key_kernel, pointer_kernel, query_kernel
 from kernels.example import Example, both_ways
+from kernels.sequence import sequence_bounds
 
-CONFIGS = [(64, 64, 4), (64, 32, 4), (32, 64, 4)]  # (rows, columns, warps) of a tile; the first is used
-
-
-def sequence_bounds(cu_seqlens: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Where each token's sequence begins and ends, (n,) each; `cu_seqlens` as in a batch, n at its end."""
-    place = torch.searchsorted(cu_seqlens, torch.arange(n, device=cu_seqlens.device, dtype=cu_seqlens.dtype),
-                               right=True)
-    return cu_seqlens[place - 1], cu_seqlens[place]
+# (rows, columns, warps, stages) of a tile of each kernel; the first is used.
+CONFIGS = [((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)), ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+           ((64, 32, 4, 3), (64, 32, 4, 3), (32, 64, 4, 3))]
 
 
 def block_reference(q: Tensor, k: Tensor, follower: Tensor, target: Tensor, places: tuple[Tensor, ...],
@@ -65,16 +62,21 @@ def pointer_sums_reference(q: Tensor, k: Tensor, tokens: Tensor, targets: Tensor
     return torch.cat(matching), torch.cat(every)
 
 
+def tiled(x: Tensor, rows: int):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+    return TensorDescriptor.from_tensor(x, [rows, x.shape[1]])
+
+
 class PointerSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, tokens, targets, cu_seqlens, scale, tuned):
-        (n, channels), (rows, columns, warps) = q.shape, tuned
-        bounds = sequence_bounds(cu_seqlens, n)
+        (n, channels), (rows, columns, warps, stages) = q.shape, tuned[0]
+        bounds, rate = sequence_bounds(cu_seqlens, n), scale * math.log2(math.e)
         matching, every = (torch.empty(n, dtype=torch.float32, device=q.device) for _ in range(2))
         if n:
             pointer_kernel[(triton.cdiv(n, rows),)](
-                q, k, tokens, targets, bounds[0], matching, every, n, (q.stride(0), k.stride(0)), scale,
-                CHANNELS=channels, ROWS=rows, COLUMNS=columns, num_warps=warps)
+                tiled(q, rows), tiled(k, columns), tokens, targets, bounds[0], matching, every, n, rate,
+                rate * channels, num_warps=warps, num_stages=stages)
         ctx.save_for_backward(q, k, tokens, targets, *bounds, matching, every)
         ctx.scale, ctx.tuned = scale, tuned
         return matching, every
@@ -82,15 +84,20 @@ class PointerSums(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         q, k, tokens, targets, first, end, *sums = ctx.saved_tensors
-        (n, channels), (rows, columns, warps) = q.shape, ctx.tuned
+        n, channels = q.shape
         q_grad, k_grad = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-        form = dict(CHANNELS=channels, ROWS=rows, COLUMNS=columns, num_warps=warps)
-        grads, strides = [grad.contiguous() for grad in grads], (q.stride(0), k.stride(0))
-        by_rows, by_columns = (query_kernel, rows, first, q_grad), (key_kernel, columns, end, k_grad)
-        for kernel, size, bound, out in (by_rows, by_columns):
-            if n:
-                kernel[(triton.cdiv(n, size),)](
-                    q, k, tokens, targets, first, bound, *sums, *grads, out, n, strides, ctx.scale, **form)
+        grads, factors = [grad.contiguous() for grad in grads], q.new_empty(2, n, dtype=torch.float32)
+        rate = ctx.scale * math.log2(math.e)
+        numbers = n, rate, rate * channels, ctx.scale
+        if n:
+            rows, columns, warps, stages = ctx.tuned[1]
+            query_kernel[(triton.cdiv(n, rows),)](
+                tiled(q, rows), tiled(k, columns), tiled(q_grad, rows), tokens, targets, first, *sums, *grads,
+                factors, *numbers, num_warps=warps, num_stages=stages)
+            rows, columns, warps, stages = ctx.tuned[2]
+            key_kernel[(triton.cdiv(n, columns),)](
+                tiled(q, rows), tiled(k, columns), tiled(k_grad, columns), tokens, targets, end, factors, *numbers,
+                num_warps=warps, num_stages=stages)
         return q_grad, k_grad, None, None, None, None, None
 
 

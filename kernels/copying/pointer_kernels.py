@@ -1,110 +1,161 @@
-"""The Triton kernels of `pointer_sums`: both sums, the gradient of q by rows, that of k by columns."""
+"""The Triton kernels of `pointer_sums`: both sums, the gradient of q by rows, that of k by columns.
+
+Queries and keys have the norm √channels, so no score is above `bound`, and sums of 2^(score − bound) need no maximum.
+Scores are in units of log 2. A row t and a key j take part in a sum if j < t in one sequence. Only the first tiles
+and the last ones of a program hold pairs that do not, so only there a mask is applied.
+"""
 from kernels.backend import tl, triton
 
 
 @triton.jit
-def load_rows(x_ptr, row, n, stride, CHANNELS: tl.constexpr):
-    """Rows (rows, CHANNELS) of a matrix, zero from n on."""
-    at = row.to(tl.int64)[:, None] * stride + tl.arange(0, CHANNELS)[None, :]
-    return tl.load(x_ptr + at, mask=(row < n)[:, None], other=0.0)
+def followers(tokens_ptr, key, n):
+    """The tokens that follow the keys' own."""
+    return tl.load(tokens_ptr + key + 1, mask=key + 1 < n, other=-1)
 
 
 @triton.jit
-def tile(q, k, row, column, first, target, tokens_ptr, n, scale):
-    """Scores (rows, columns), which of them take part, and which of those lead to the row's target."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    earlier = (column[None, :] < row[:, None]) & (column[None, :] >= first[:, None]) & (row < n)[:, None]
-    follower = tl.load(tokens_ptr + column + 1, mask=column + 1 < n, other=-1)
-    return scores, earlier, earlier & (follower[None, :] == target[:, None])
+def masses(q, k, row, key, first, rate, bound, MASKED: tl.constexpr):
+    """2^(score − bound), (rows, keys); 0 for pairs that do not take part."""
+    mass = tl.exp2(tl.dot(q, tl.trans(k)) * rate - bound)
+    if MASKED:
+        mass = tl.where((key[None, :] < row[:, None]) & (key[None, :] >= first[:, None]), mass, 0.0)
+    return mass
 
 
 @triton.jit
-def pointer_kernel(q_ptr, k_ptr, tokens_ptr, targets_ptr, first_ptr, matching_ptr, every_ptr, n, strides,
-                   scale, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def keys_of(first_ptr, begin, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Where the rows' keys begin, and from where on all rows see all keys before `begin`."""
+    start = tl.load(first_ptr + begin) // COLUMNS * COLUMNS
+    latest = tl.load(first_ptr + tl.minimum(begin + ROWS, n) - 1)
+    return start, tl.minimum(tl.cdiv(latest, COLUMNS) * COLUMNS, begin)
+
+
+@triton.jit
+def add_masses(matching, every, q, k_desc, tokens_ptr, start, row, first, target, n, rate, bound,
+               MASKED: tl.constexpr):
+    key = start + tl.arange(0, k_desc.block_shape[0])
+    mass = masses(q, k_desc.load([start, 0]), row, key, first, rate, bound, MASKED)
+    match = followers(tokens_ptr, key, n)[None, :] == target[:, None]
+    return matching + tl.sum(tl.where(match, mass, 0.0), 1), every + tl.sum(mass, 1)
+
+
+@triton.jit
+def pointer_kernel(q_desc, k_desc, tokens_ptr, targets_ptr, first_ptr, matching_ptr, every_ptr, n, rate, bound):
+    ROWS: tl.constexpr = q_desc.block_shape[0]
+    COLUMNS: tl.constexpr = k_desc.block_shape[0]
     begin = tl.program_id(0) * ROWS
     row = begin + tl.arange(0, ROWS)
     first = tl.load(first_ptr + row, mask=row < n, other=0)
     target = tl.load(targets_ptr + row, mask=row < n, other=-2)
-    q = load_rows(q_ptr, row, n, strides[0], CHANNELS)
-    # One maximum serves both sums: what lies so far below it that it underflows counts as no match.
-    top = tl.full((ROWS,), -1e30, tl.float32)
-    every = tl.zeros((ROWS,), tl.float32)
-    matching = tl.zeros((ROWS,), tl.float32)
-    for start in range(tl.load(first_ptr + begin), tl.minimum(begin + ROWS, n), COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        k = load_rows(k_ptr, column, n, strides[1], CHANNELS)
-        scores, earlier, match = tile(q, k, row, column, first, target, tokens_ptr, n, scale)
-        scores = tl.where(earlier, scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        mass = tl.where(earlier, tl.exp(scores - higher[:, None]), 0.0)
-        shrink = tl.exp(top - higher)
-        every = every * shrink + tl.sum(mass, 1)
-        matching = matching * shrink + tl.sum(tl.where(match, mass, 0.0), 1)
-        top = higher
-    store_log(matching_ptr, row, n, matching, top)
-    store_log(every_ptr, row, n, every, top)
+    start, whole = keys_of(first_ptr, begin, n, ROWS, COLUMNS)
+    q = q_desc.load([begin, 0])
+    matching, every = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    for key in range(start, whole, COLUMNS):
+        matching, every = add_masses(matching, every, q, k_desc, tokens_ptr, key, row, first, target, n, rate,
+                                     bound, True)
+    for key in range(whole, begin, COLUMNS):
+        matching, every = add_masses(matching, every, q, k_desc, tokens_ptr, key, row, first, target, n, rate,
+                                     bound, False)
+    for key in range(begin, begin + ROWS, COLUMNS):
+        matching, every = add_masses(matching, every, q, k_desc, tokens_ptr, key, row, first, target, n, rate,
+                                     bound, True)
+    store_log(matching_ptr, row, n, matching, bound)
+    store_log(every_ptr, row, n, every, bound)
 
 
 @triton.jit
-def store_log(out_ptr, row, n, total, top):
-    """log total + top, -inf where the total is 0."""
-    log = tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), float("-inf"))
-    tl.store(out_ptr + row, log, mask=row < n)
+def store_log(out_ptr, row, n, total, bound):
+    """The natural logarithm of total · 2^bound, or -inf."""
+    log = (tl.log2(tl.maximum(total, 1e-37)) + bound) * 0.6931471805599453
+    tl.store(out_ptr + row, tl.where(total > 0, log, float("-inf")), mask=row < n)
 
 
 @triton.jit
-def score_gradient(q, k, row, column, first_ptr, targets_ptr, tokens_ptr, matching_ptr, every_ptr,
-                   matching_grad_ptr, every_grad_ptr, n, scale):
-    """The gradient of the products q · k, (rows, columns) float32."""
-    first = tl.load(first_ptr + row, mask=row < n, other=0)
-    target = tl.load(targets_ptr + row, mask=row < n, other=-2)
-    scores, earlier, match = tile(q, k, row, column, first, target, tokens_ptr, n, scale)
-    matching = tl.load(matching_ptr + row, mask=row < n, other=float("-inf"))
-    every = tl.load(every_ptr + row, mask=row < n, other=0.0)
-    matching_grad = tl.load(matching_grad_ptr + row, mask=row < n, other=0.0)
-    every_grad = tl.load(every_grad_ptr + row, mask=row < n, other=0.0)
-    # A row without an earlier position has sums of -inf, and no score of it is used.
-    every = tl.where(every > float("-inf"), every, 0.0)
-    some = matching > float("-inf")
-    # One exponential a score: where a score is in both sums, its part in `matching` says that in `every`.
-    both = matching_grad + every_grad * tl.exp(tl.where(some, matching - every, 0.0))
-    match = match & some[:, None]
-    part = tl.exp(scores - tl.where(match, matching[:, None], every[:, None]))
-    grad = part * tl.where(match, both[:, None], every_grad[:, None])
-    return tl.where(earlier, grad, 0.0) * scale
+def factor(log_ptr, grad_ptr, row, n, bound):
+    """The gradient of a sum's logarithm, over the sum · 2^-bound; 0 where there is nothing to sum."""
+    log = tl.load(log_ptr + row, mask=row < n, other=float("-inf"))
+    grad = tl.load(grad_ptr + row, mask=row < n, other=0.0)
+    none = log == float("-inf")
+    return tl.where(none, 0.0, grad * tl.exp2(bound - tl.where(none, 0.0, log) * 1.4426950408889634))
 
 
 @triton.jit
-def query_kernel(q_ptr, k_ptr, tokens_ptr, targets_ptr, first_ptr, bound_ptr, matching_ptr, every_ptr,
-                 matching_grad_ptr, every_grad_ptr, out_ptr, n, strides, scale,
-                 CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def add_query_gradient(grad, q, k_desc, tokens_ptr, start, row, first, target, on_match, on_every, n, rate, bound,
+                       MASKED: tl.constexpr):
+    key = start + tl.arange(0, k_desc.block_shape[0])
+    k = k_desc.load([start, 0])
+    mass = masses(q, k, row, key, first, rate, bound, MASKED)
+    match = followers(tokens_ptr, key, n)[None, :] == target[:, None]
+    score_grad = mass * (on_every[:, None] + tl.where(match, on_match[:, None], 0.0))
+    return tl.dot(score_grad.to(k.dtype), k, grad)
+
+
+@triton.jit
+def query_kernel(q_desc, k_desc, q_grad_desc, tokens_ptr, targets_ptr, first_ptr, matching_ptr, every_ptr,
+                 matching_grad_ptr, every_grad_ptr, factors_ptr, n, rate, bound, scale):
+    """Also leaves each row's two factors, (2, n), which the keys' kernel reads."""
+    ROWS: tl.constexpr = q_desc.block_shape[0]
+    COLUMNS: tl.constexpr = k_desc.block_shape[0]
+    CHANNELS: tl.constexpr = q_desc.block_shape[1]
     begin = tl.program_id(0) * ROWS
     row = begin + tl.arange(0, ROWS)
-    q = load_rows(q_ptr, row, n, strides[0], CHANNELS)
-    out = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for start in range(tl.load(bound_ptr + begin), tl.minimum(begin + ROWS, n), COLUMNS):
-        column = start + tl.arange(0, COLUMNS)
-        k = load_rows(k_ptr, column, n, strides[1], CHANNELS)
-        grad = score_gradient(q, k, row, column, first_ptr, targets_ptr, tokens_ptr, matching_ptr, every_ptr,
-                              matching_grad_ptr, every_grad_ptr, n, scale)
-        out += tl.dot(grad.to(k.dtype), k, input_precision="ieee")
-    at = row.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None])
+    first = tl.load(first_ptr + row, mask=row < n, other=0)
+    target = tl.load(targets_ptr + row, mask=row < n, other=-2)
+    on_match = factor(matching_ptr, matching_grad_ptr, row, n, bound)
+    on_every = factor(every_ptr, every_grad_ptr, row, n, bound)
+    tl.store(factors_ptr + row, on_match, mask=row < n)
+    tl.store(factors_ptr + n + row, on_every, mask=row < n)
+    start, whole = keys_of(first_ptr, begin, n, ROWS, COLUMNS)
+    q = q_desc.load([begin, 0])
+    grad = tl.zeros((ROWS, CHANNELS), tl.float32)
+    for key in range(start, whole, COLUMNS):
+        grad = add_query_gradient(grad, q, k_desc, tokens_ptr, key, row, first, target, on_match, on_every, n,
+                                  rate, bound, True)
+    for key in range(whole, begin, COLUMNS):
+        grad = add_query_gradient(grad, q, k_desc, tokens_ptr, key, row, first, target, on_match, on_every, n,
+                                  rate, bound, False)
+    for key in range(begin, begin + ROWS, COLUMNS):
+        grad = add_query_gradient(grad, q, k_desc, tokens_ptr, key, row, first, target, on_match, on_every, n,
+                                  rate, bound, True)
+    q_grad_desc.store([begin, 0], (grad * scale).to(q_grad_desc.dtype))
 
 
 @triton.jit
-def key_kernel(q_ptr, k_ptr, tokens_ptr, targets_ptr, first_ptr, bound_ptr, matching_ptr, every_ptr,
-               matching_grad_ptr, every_grad_ptr, out_ptr, n, strides, scale,
-               CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, start, key, end, follower, n, rate, bound,
+                     MASKED: tl.constexpr):
+    row = start + tl.arange(0, q_desc.block_shape[0])
+    q = q_desc.load([start, 0])
+    target = tl.load(targets_ptr + row, mask=row < n, other=-2)
+    on_match = tl.load(factors_ptr + row, mask=row < n, other=0.0)
+    on_every = tl.load(factors_ptr + n + row, mask=row < n, other=0.0)
+    mass = tl.exp2(tl.dot(k, tl.trans(q)) * rate - bound)
+    if MASKED:
+        mass = tl.where((row[None, :] > key[:, None]) & (row[None, :] < end[:, None]), mass, 0.0)
+    match = follower[:, None] == target[None, :]
+    score_grad = mass * (on_every[None, :] + tl.where(match, on_match[None, :], 0.0))
+    return tl.dot(score_grad.to(q.dtype), q, grad)
+
+
+@triton.jit
+def key_kernel(q_desc, k_desc, k_grad_desc, tokens_ptr, targets_ptr, end_ptr, factors_ptr, n, rate, bound, scale):
+    ROWS: tl.constexpr = q_desc.block_shape[0]
+    COLUMNS: tl.constexpr = k_desc.block_shape[0]
+    CHANNELS: tl.constexpr = q_desc.block_shape[1]
     begin = tl.program_id(0) * COLUMNS
-    column = begin + tl.arange(0, COLUMNS)
-    k = load_rows(k_ptr, column, n, strides[1], CHANNELS)
-    out = tl.zeros((COLUMNS, CHANNELS), tl.float32)
-    for start in range(begin, tl.load(bound_ptr + tl.minimum(begin + COLUMNS, n) - 1), ROWS):
-        row = start + tl.arange(0, ROWS)
-        q = load_rows(q_ptr, row, n, strides[0], CHANNELS)
-        grad = score_gradient(q, k, row, column, first_ptr, targets_ptr, tokens_ptr, matching_ptr, every_ptr,
-                              matching_grad_ptr, every_grad_ptr, n, scale)
-        out += tl.dot(tl.trans(grad).to(q.dtype), q, input_precision="ieee")
-    at = column.to(tl.int64)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=(column < n)[:, None])
+    key = begin + tl.arange(0, COLUMNS)
+    end = tl.load(end_ptr + key, mask=key < n, other=0)
+    follower = followers(tokens_ptr, key, n)
+    after, stop = begin + COLUMNS, tl.load(end_ptr + tl.minimum(begin + COLUMNS, n) - 1)
+    whole = tl.maximum(after, tl.load(end_ptr + begin) // ROWS * ROWS)
+    k = k_desc.load([begin, 0])
+    grad = tl.zeros((COLUMNS, CHANNELS), tl.float32)
+    for row in range(begin, after, ROWS):
+        grad = add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, row, key, end, follower, n, rate, bound,
+                                True)
+    for row in range(after, whole, ROWS):
+        grad = add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, row, key, end, follower, n, rate, bound,
+                                False)
+    for row in range(whole, stop, ROWS):
+        grad = add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, row, key, end, follower, n, rate, bound,
+                                True)
+    k_grad_desc.store([begin, 0], (grad * scale).to(k_grad_desc.dtype))

@@ -7,7 +7,9 @@ from checks import DEVICE
 
 from kernels.attention.flash import ATTENTION, choose_attention, fit_tiles
 
-HERE = ["plain"] if DEVICE.type == "cpu" else sorted({"plain", "varlen", choose_attention("auto", DEVICE)[0]})
+HERE = ["plain", "bounded"]
+if DEVICE.type == "cuda":
+    HERE = sorted({*HERE, "varlen", choose_attention("auto", DEVICE)[0]})
 
 
 def dense_attention(q, k, v, cu_seqlens, window, scale):

@@ -27,7 +27,7 @@ def explicit(q, k, tokens, bounds) -> torch.Tensor:
 
 @pytest.mark.parametrize("function, options", [
     (pointer_sums_reference, {"block": 256}), (pointer_sums_reference, {"block": 7}),
-    (pointer_sums, {"tuned": (16, 32, 4)})])
+    (pointer_sums, {"tuned": ((32, 16, 4, 2), (32, 16, 4, 2), (16, 32, 4, 2))})])
 def test_sums_are_those_of_an_explicit_loop(function, options):
     q, k, tokens, bounds = batch()
     wanted = explicit(q, k, tokens, bounds)
