@@ -1,65 +1,45 @@
 """softmax(scale · q kᵀ) v, causal, over a sliding window within each document, for normed queries and keys.
 
-All queries and keys have the norm √channels ("QK-norm"), so no score is above bound = scale · channels. Then sums of
-e^(s − bound) need no maximum of the scores: tiles of keys only add up, and nothing is rescaled when a larger score
-comes,
+All queries and keys have the norm √channels ("QK-norm"), so no score is above bound = scale · channels. Sums
+of e^(s − bound) then need no maximum of the scores. Tiles of keys only add up, and nothing is rescaled when a
+larger score comes:
 
     out_t = Σ_j e^(s_tj − bound) v_j / Σ_j e^(s_tj − bound)
 
-The smallest e^(s − bound) is e^(−2 bound), 10⁻¹¹ for scores up to 12.5, and sums are float32.
+The smallest e^(s − bound) is e^(−2 bound), 10⁻¹¹ for scores up to 12.5, and the sums are float32. Backward
+computes the scores again, in two launches. With P = e^(s − log Σ e^s) and the products d_t = out_t · grad_t
 
-A program takes a tile of 64 tokens of one head, wherever documents begin. Documents of the records' corpus have some
-800 tokens, and windows 128 to 1,408: so a program has few tiles of keys to go through, and much of its time goes into
-its beginning and its end. Three of these programs fit a multiprocessor and fill each other's gaps.
+    ∂s_tj = P_tj (grad_t · v_j − d_t)     ∂q_t = scale Σ_j ∂s_tj k_j     ∂k_j = scale Σ_t ∂s_tj q_t
+    ∂v_j = Σ_t P_tj grad_t
+
+No program adds to what another one writes, so repeated runs are equal bit for bit.
+
+A program takes a tile of tokens of one head, wherever sequences begin. Sequences of the records' corpus have
+some 800 tokens, and windows 128 to 1,408. So a program has few tiles of keys to go through, and much of its
+time goes into its beginning and its end. Two or three of these programs fit a multiprocessor and fill each
+other's gaps.
 """
 import math
+from collections.abc import Iterator
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.bounded_kernels import forward_kernel, key_kernel, query_kernel
 from kernels.backend import check, triton
+from kernels.example import Example, both_ways
 from kernels.sequence import sequence_bounds
 
-# (queries, keys, warps, stages) of a tile, of each kernel. A multiple of the other side's length, in the direction
-# in which a program keeps its tile.
-FORWARD = [(64, 64, 4, 2), (128, 32, 8, 3), (128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 4, 3), (128, 64, 4, 2)]
-QUERIES = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 32, 8, 2), (64, 32, 4, 2)]
-KEYS = [(64, 64, 4, 2), (32, 64, 4, 2), (64, 128, 8, 2), (64, 64, 4, 3), (64, 64, 8, 2), (32, 128, 8, 2)]
-
-
-class BoundedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, first, end, window, scale, tuned):
-        (n, heads, channels), (rows, columns, warps, stages) = q.shape, tuned[0]
-        out, sums = torch.empty_like(v), torch.empty(heads, n, dtype=torch.float32, device=q.device)
-        rate, bound = scale * math.log2(math.e), scale * channels * math.log2(math.e)
-        if n:
-            forward_kernel[(triton.cdiv(n, rows) * heads,)](
-                tiled(q, rows), tiled(k, columns), tiled(v, columns), tiled(out, rows), first, sums, n, window, rate,
-                bound, HEADS=heads, num_warps=warps, num_stages=stages)
-        ctx.save_for_backward(q, k, v, out, sums, first, end)
-        ctx.window, ctx.scale, ctx.rate, ctx.tuned = window, scale, rate, tuned
-        return out
-
-    @staticmethod
-    def backward(ctx, out_grad):
-        q, k, v, out, sums, first, end = ctx.saved_tensors
-        n, heads, _ = q.shape
-        out_grad, products = out_grad.contiguous(), torch.empty_like(sums)
-        q_grad, k_grad, v_grad = map(torch.empty_like, (q, k, v))
-        numbers = n, ctx.window, ctx.rate, ctx.scale
-        if n:
-            rows, columns, warps, stages = ctx.tuned[1]
-            query_kernel[(triton.cdiv(n, rows) * heads,)](
-                tiled(q, rows), tiled(k, columns), tiled(v, columns), tiled(out, rows), tiled(out_grad, rows),
-                tiled(q_grad, rows), first, sums, products, *numbers, HEADS=heads, num_warps=warps, num_stages=stages)
-            rows, columns, warps, stages = ctx.tuned[2]
-            key_kernel[(triton.cdiv(n, columns) * heads,)](
-                tiled(q, rows), tiled(k, columns), tiled(v, columns), tiled(out_grad, rows), tiled(k_grad, columns),
-                tiled(v_grad, columns), end, sums, products, *numbers, HEADS=heads, num_warps=warps,
-                num_stages=stages)
-        return q_grad, k_grad, v_grad, None, None, None, None, None
+# (queries, keys, warps, stages) of the tiles of each kernel: forward, of the queries' gradient, of the keys'.
+# The tile that a program keeps is a multiple of the other. The first is used.
+CONFIGS = [((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
+           ((128, 32, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
+           ((128, 64, 8, 2), (128, 32, 8, 2), (64, 128, 8, 2)),
+           ((64, 32, 4, 3), (64, 32, 4, 2), (64, 64, 4, 3)),
+           ((128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2)),
+           ((128, 32, 8, 2), (128, 64, 8, 3), (32, 128, 8, 2))]
 
 
 def tiled(x: Tensor, tokens: int):
@@ -68,12 +48,94 @@ def tiled(x: Tensor, tokens: int):
     return TensorDescriptor.from_tensor(x.flatten(1), [tokens, x.shape[2]])
 
 
-def bounded_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int,
-                      scale: float, tuned: tuple = (FORWARD[0], QUERIES[0], KEYS[0])) -> Tensor:
-    """As in `flash.py`, where each query and each key has the norm √channels."""
+class BoundedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, first, end, window, scale, tuned):
+        (n, heads, channels), (rows, columns, warps, stages) = q.shape, tuned[0]
+        rate = scale * math.log2(math.e)
+        out, sums = torch.empty_like(v), torch.empty(heads, n, dtype=torch.float32, device=q.device)
+        if n:
+            forward_kernel[(triton.cdiv(n, rows) * heads,)](
+                tiled(q, rows), tiled(k, columns), tiled(v, columns), tiled(out, rows), first, sums, n,
+                window, rate, rate * channels, HEADS=heads, num_warps=warps, num_stages=stages)
+        ctx.save_for_backward(q, k, v, out, sums, first, end)
+        ctx.numbers, ctx.tuned = (n, window, rate, scale), tuned
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, sums, first, end = ctx.saved_tensors
+        (n, heads, _), grad, products = q.shape, grad.contiguous(), torch.empty_like(sums)
+        q_grad, k_grad, v_grad = map(torch.empty_like, (q, k, v))
+        if n:
+            rows, columns, warps, stages = ctx.tuned[1]
+            query_kernel[(triton.cdiv(n, rows) * heads,)](
+                tiled(q, rows), tiled(k, columns), tiled(v, columns), tiled(out, rows), tiled(grad, rows),
+                tiled(q_grad, rows), first, sums, products, *ctx.numbers, HEADS=heads, num_warps=warps,
+                num_stages=stages)
+            rows, columns, warps, stages = ctx.tuned[2]
+            key_kernel[(triton.cdiv(n, columns) * heads,)](
+                tiled(q, rows), tiled(k, columns), tiled(v, columns), tiled(grad, rows),
+                tiled(k_grad, columns), tiled(v_grad, columns), end, sums, products, *ctx.numbers,
+                HEADS=heads, num_warps=warps, num_stages=stages)
+        return q_grad, k_grad, v_grad, None, None, None, None, None
+
+
+def bounded_attention(
+    q: Tensor,  # (n, heads, qk_dim), contiguous; each head of each token has the norm √qk_dim
+    k: Tensor,  # like q
+    v: Tensor,  # (n, heads, head_dim), contiguous, of q's dtype
+    cu_seqlens: Tensor,  # (documents + 1,) int32: where each document starts, n at the end
+    max_length: int,  # of a document; not needed here
+    window: int,  # A token sees itself and so many tokens before it.
+    scale: float,  # of the scores
+    tuned: tuple = CONFIGS[0],
+) -> Tensor:
+    """(n, heads, head_dim), like v. Numbers of channels are powers of two from 16 to 128.
+
+    With queries or keys that are longer, sums overflow where a score is more than 88 above the bound.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        fits = x.ndim == 3 and x.shape[:2] == q.shape[:2] and x.is_contiguous() and x.shape[2] in (16, 32, 64, 128)
-        check(fits and x.dtype == q.dtype, name, x, "(n, heads, 16 to 128 channels), contiguous, of one dtype")
-    check(k.shape == q.shape, "k", k, f"{tuple(q.shape)}")
+        fits = x.ndim == 3 and x.shape[:2] == q.shape[:2] and x.shape[2] in (16, 32, 64, 128)
+        check(fits and x.is_contiguous() and x.dtype == q.dtype, name, x,
+              f"contiguous ({len(q)}, heads, 16, 32, 64 or 128) in {q.dtype}")
+    check(k.shape == q.shape, "k", k, "like q")
     first, end = sequence_bounds(cu_seqlens, len(q))
     return BoundedAttention.apply(q, k, v, first, end, window, scale, tuned)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+    """Dense attention, of inputs of any dtype."""
+    place = torch.arange(len(q), device=q.device)
+    first, _ = sequence_bounds(cu_seqlens, len(q))
+    seen = (place <= place[:, None]) & (place >= torch.maximum(first, place - window)[:, None])
+    scores = torch.einsum("thc,jhc->htj", q, k) * q.shape[2] ** -0.5
+    return torch.einsum("htj,jhc->thc", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+
+def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
+    """Both ways, with queries narrower than values; at the real size a micro-batch of training."""
+    def inputs(lengths: list[int], heads: int, channels: tuple[int, int]) -> tuple:
+        n = sum(lengths)
+        q, k = (F.rms_norm(torch.randn(n, heads, channels[0], device=device), channels[:1]).to(dtype)
+                for _ in range(2))
+        v = torch.randn(n, heads, channels[1], device=device).to(dtype)
+        return q, k, v, torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+    def kernel(window: int, q: Tensor, *given, **tuned) -> Tensor:
+        return bounded_attention(q, *given, 0, window, q.shape[2] ** -0.5, **tuned)
+
+    real = [([806] * 122, 640, 6, (64, 128)), ([806] * 122, 1408, 6, (64, 128))]
+    odd = [([1, 70, 1, 2, 61], 40, 2, (16, 32)), ([300], 100, 1, (32, 32))]
+    for lengths, window, heads, channels in real if size == "real" else odd:
+        n, pairs = sum(lengths), heads * sum(min(i, window) + 1 for length in lengths for i in range(length))
+        grad = torch.linspace(-1, 1, n * heads * channels[1], device=device).view(n, heads, -1).to(dtype)
+        few = partial(inputs, lengths[:4], heads, channels) if size == "real" else None
+        yield Example(
+            "attention with bounded scores, both ways", f"{len(lengths)} × {max(lengths)}, window {window:,}",
+            partial(inputs, lengths, heads, channels), partial(kernel, window),
+            lambda *given, window=window: reference(*given, window),
+            flop=2.0 * pairs * (4 * channels[0] + 3 * channels[1]), check_inputs=few, compile=False,
+            wrap=lambda function, grad=grad: lambda *given, **tuned: both_ways(
+                function, (grad[:len(given[0])],), (0, 1, 2))(*given, **tuned),
+            configs=tuple(CONFIGS))

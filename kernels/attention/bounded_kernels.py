@@ -1,8 +1,10 @@
-"""The Triton kernels of `bounded_attention`: forward, the gradient of queries, the gradients of keys and values.
+"""The Triton kernels of `bounded_attention`: forward, the queries' gradient, that of keys and values.
 
-Each program has a tile of tokens of one head: of queries in the first two kernels, of keys in the third. It goes
-through the tiles of the others in three loops. Only in the tiles of the first and the last one are there pairs that
-do not see each other, so only there a mask is applied. Scores are in units of log 2: e^s = 2^(rate · q k).
+Each program keeps a tile of tokens of one head: of queries in the first two kernels, of keys in the third. It
+goes through the tiles of the others in three loops. Only in those of the first loop and of the last one are
+there pairs that do not see each other, so only there a mask is applied. Scores are in units of log 2:
+e^s = 2^(rate · q k). The products of a tile are in registers from one matmul to the next: keys' and values'
+gradients come from the scores' transpose.
 """
 from kernels.backend import tl, triton
 
@@ -20,7 +22,7 @@ def store_tile(desc, start, head, tile):
 
 @triton.jit
 def keys_of(first_ptr, begin, row, n, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first key that each row sees; where keys begin; from where on all rows see all keys before `begin`."""
+    """The first key of each row; where keys begin; from where on all rows see all keys before `begin`."""
     low = tl.maximum(tl.load(first_ptr + row, mask=row < n, other=0), row - window)
     last = tl.minimum(begin + ROWS, n) - 1
     start = tl.maximum(tl.load(first_ptr + begin), begin - window) // COLUMNS * COLUMNS
@@ -127,12 +129,14 @@ def key_kernel(q_desc, k_desc, v_desc, out_grad_desc, k_grad_desc, v_grad_desc, 
     HEAD_DIM: tl.constexpr = v_desc.block_shape[1]
     head, begin = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * COLUMNS
     key = begin + tl.arange(0, COLUMNS)
-    high = tl.minimum(tl.load(end_ptr + key, mask=key < n, other=0) - 1, key + window)  # the last row that sees it
+    # The last row that sees each key.
+    high = tl.minimum(tl.load(end_ptr + key, mask=key < n, other=0) - 1, key + window)
     last = tl.minimum(begin + COLUMNS, n) - 1
     stop = tl.minimum(tl.load(end_ptr + last), last + window + 1)
     soonest = tl.minimum(tl.load(end_ptr + begin), begin + window + 1)
     after = begin + COLUMNS
-    whole = tl.maximum(after, soonest // ROWS * ROWS)       # Up to here all rows from `after` on see all keys.
+    # Up to here all rows from `after` on see all keys.
+    whole = tl.maximum(after, soonest // ROWS * ROWS)
     k, v = load_tile(k_desc, begin, head), load_tile(v_desc, begin, head)
     k_grad = tl.zeros((COLUMNS, QK_DIM), tl.float32)
     v_grad = tl.zeros((COLUMNS, HEAD_DIM), tl.float32)

@@ -96,8 +96,8 @@ def attention_reference(
 
 
 ATTENTION: dict[str, Callable[..., Tensor]] = {
-    "bounded": bounded_attention,
     "flash4": flash4_attention,
+    "bounded": bounded_attention,
     "varlen": varlen_attention,
     "plain": attention_reference,
 }

@@ -1,8 +1,8 @@
 """The Triton kernels of `pointer_sums`: both sums, the gradient of q by rows, that of k by columns.
 
-Queries and keys have the norm √channels, so no score is above `bound`, and sums of 2^(score − bound) need no maximum.
-Scores are in units of log 2. A row t and a key j take part in a sum if j < t in one sequence. Only the first tiles
-and the last ones of a program hold pairs that do not, so only there a mask is applied.
+Queries and keys have the norm √channels, so no score is above `bound`, and sums of 2^(score − bound) need no
+maximum. Scores are in units of log 2. A row t and a key j take part in a sum if j < t in one sequence. Only
+the first tiles of a program and the last ones hold pairs that do not, so only there a mask is applied.
 """
 from kernels.backend import tl, triton
 
@@ -40,7 +40,8 @@ def add_masses(matching, every, q, k_desc, tokens_ptr, start, row, first, target
 
 
 @triton.jit
-def pointer_kernel(q_desc, k_desc, tokens_ptr, targets_ptr, first_ptr, matching_ptr, every_ptr, n, rate, bound):
+def pointer_kernel(q_desc, k_desc, tokens_ptr, targets_ptr, first_ptr, matching_ptr, every_ptr, n, rate,
+                   bound):
     ROWS: tl.constexpr = q_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     begin = tl.program_id(0) * ROWS
@@ -80,8 +81,8 @@ def factor(log_ptr, grad_ptr, row, n, bound):
 
 
 @triton.jit
-def add_query_gradient(grad, q, k_desc, tokens_ptr, start, row, first, target, on_match, on_every, n, rate, bound,
-                       MASKED: tl.constexpr):
+def add_query_gradient(grad, q, k_desc, tokens_ptr, start, row, first, target, on_match, on_every, n, rate,
+                       bound, MASKED: tl.constexpr):
     key = start + tl.arange(0, k_desc.block_shape[0])
     k = k_desc.load([start, 0])
     mass = masses(q, k, row, key, first, rate, bound, MASKED)
@@ -137,7 +138,8 @@ def add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, start, key, end,
 
 
 @triton.jit
-def key_kernel(q_desc, k_desc, k_grad_desc, tokens_ptr, targets_ptr, end_ptr, factors_ptr, n, rate, bound, scale):
+def key_kernel(q_desc, k_desc, k_grad_desc, tokens_ptr, targets_ptr, end_ptr, factors_ptr, n, rate, bound,
+               scale):
     ROWS: tl.constexpr = q_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     CHANNELS: tl.constexpr = q_desc.block_shape[1]
@@ -150,12 +152,12 @@ def key_kernel(q_desc, k_desc, k_grad_desc, tokens_ptr, targets_ptr, end_ptr, fa
     k = k_desc.load([begin, 0])
     grad = tl.zeros((COLUMNS, CHANNELS), tl.float32)
     for row in range(begin, after, ROWS):
-        grad = add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, row, key, end, follower, n, rate, bound,
-                                True)
+        grad = add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, row, key, end, follower, n, rate,
+                                bound, True)
     for row in range(after, whole, ROWS):
-        grad = add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, row, key, end, follower, n, rate, bound,
-                                False)
+        grad = add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, row, key, end, follower, n, rate,
+                                bound, False)
     for row in range(whole, stop, ROWS):
-        grad = add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, row, key, end, follower, n, rate, bound,
-                                True)
+        grad = add_key_gradient(grad, k, q_desc, targets_ptr, factors_ptr, row, key, end, follower, n, rate,
+                                bound, True)
     k_grad_desc.store([begin, 0], (grad * scale).to(k_grad_desc.dtype))
