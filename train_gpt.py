@@ -51,7 +51,7 @@ from kernels.gradients import gradient_of
 from kernels.ranks.collectives import Collectives, Work, wait
 from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, stops_of, timetable
 from kernels.ranks.world import World, launched
-from kernels.sequence import starts
+from kernels.sequence import Sequences, starts
 from kernels.streams import beside, recorded, side_stream
 from records.run import explain, settings
 from records.run.checkpoint import Keeper, check_saving, find, restore
@@ -422,9 +422,9 @@ class Transit:
 
 class Context(NamedTuple):
     """What all layers read in one forward pass."""
-    batch: Batch
     step: "Step"
     transit: Transit
+    sequences: Sequences
     positions: attention.Positions          # rotary tables, and where sequences start
     attention_scale: float
     by_token: embedding.RowOrder            # the tokens, sorted for the gradients of tables of tokens
@@ -520,6 +520,7 @@ class GPT(nn.Module):
         """The training loss and the next-token loss, summed over the batch's tokens, in nats (0-dim)."""
         ops, transit = self.ops, transit or Transit()
         positions, scale = self.positions(batch, step)      # and attention's scale
+        sequences = Sequences.of(batch.cu_seqlens, batch.max_length, len(batch.tokens))
         by_token = self.sort(batch.tokens)
         rows = self.ngrams.index(ops.ngram_index, batch.tokens, positions.is_start)
         transit.reach("n-grams")
@@ -527,7 +528,7 @@ class GPT(nn.Module):
         transit.reach("embedding")
         smear_scale, backout_scale = self.scalars.unbind()
         scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
-        context = Context(batch, step, transit, positions, scale, by_token, in_flight, scalars, gates)
+        context = Context(step, transit, sequences, positions, scale, by_token, in_flight, scalars, gates)
         x = ops.lookup(self.head, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
         streams = [mlp.Residual(x, readers=self.readers[0])]    # streams[i] enters layer i, the last the head
@@ -540,7 +541,7 @@ class GPT(nn.Module):
         early = None if self.backout_stream is None else streams[self.backout_stream].summands
         x = ops.before_head(streams[-1].summands, early, backout_scale)
         transit.reach("head", x)
-        return self.loss(x, positions.is_start, batch, step)
+        return self.loss(x, batch, context)
 
     @torch.no_grad()
     def score(self, batch: Batch, step: "Step") -> Tensor:
@@ -581,7 +582,7 @@ class GPT(nn.Module):
         q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, ngram_values, shape)
         window = context.step.windows[layer.long_window] * config.window_block
         y = self.attention(
-            q, k, v, context.batch.cu_seqlens, context.batch.max_length, window, context.attention_scale)
+            q, k, v, context.sequences, window, context.attention_scale)
         return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad._replace(buffer=grad_out))[0]
 
     def split_out(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -594,16 +595,16 @@ class GPT(nn.Module):
         grads = tuple(gradient_of(w, transit.accumulate) for w in matrices) if "mlp" in self.fp8 else None
         return self.ops.feed_forward(x, *matrices, grads, transit.fp8_weights[i][1])
 
-    def loss(self, x: Tensor, is_start: Tensor, batch: Batch, step: "Step") -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
         """Both losses from what the head sees; with candidates, over a sample of the vocabulary."""
-        weights, in_fp8 = self.loss_weights[:len(step.multi_token)], "head" in self.fp8
-        mixture = self.copy_head.mixture(x, batch, self.ops.copy_inputs, self.ops.pointer_sums)
+        ops, in_fp8 = self.ops, "head" in self.fp8
+        mixture = self.copy_head.mixture(x, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
         wanted = loss.Targets(
-            batch.targets, is_start, weights, mixture, loss.ruled_out(self.never, batch.tokens))
+            batch.targets, context.positions.is_start, self.loss_weights[:len(context.step.multi_token)],
+            mixture, loss.ruled_out(self.never, batch.tokens))
         if not len(batch.candidates):
-            return self.ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
-        return loss.sampled_head_loss(
-            self.ops.head_loss, self.ops.lookup, x, self.head, wanted, batch.candidates, in_fp8)
+            return ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
+        return loss.sampled_head_loss(ops.head_loss, ops.lookup, x, self.head, wanted, batch.candidates, in_fp8)
 
     def mlp_weights(self, i: int) -> tuple[Tensor, Tensor]:
         first = len(self.config.layers) + 2 * i

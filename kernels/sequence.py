@@ -1,4 +1,6 @@
-"""Where packed sequences start, and shifts along them that never cross the start of one."""
+"""Where packed sequences start and end, and shifts along them that never cross the start of one."""
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,8 +20,16 @@ def starts(cu_seqlens: Tensor, n: int) -> Tensor:
     return is_start.index_fill_(0, cu_seqlens.long(), True)[:n]
 
 
-def sequence_bounds(cu_seqlens: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Where each token's sequence begins and ends, (n,) each; `cu_seqlens` as in a batch, n at its end."""
-    place = torch.searchsorted(cu_seqlens, torch.arange(n, device=cu_seqlens.device, dtype=cu_seqlens.dtype),
-                               right=True)
-    return cu_seqlens[place - 1], cu_seqlens[place]
+class Sequences(NamedTuple):
+    """Where the sequences of n packed tokens lie."""
+    bounds: Tensor  # (sequences + 1,) int32: where each starts, n at the end; empty ones may come last
+    longest: int  # No sequence has more tokens.
+    first: Tensor  # (n,) int32: the first token of each token's sequence
+    end: Tensor  # (n,) int32: where that sequence ends
+
+    @classmethod
+    def of(cls, bounds: Tensor, longest: int, n: int) -> "Sequences":
+        """From what a batch says of them; the host does not wait."""
+        tokens = torch.arange(n, device=bounds.device, dtype=bounds.dtype)
+        place = torch.searchsorted(bounds, tokens, right=True)
+        return cls(bounds, longest, bounds[place - 1], bounds[place])

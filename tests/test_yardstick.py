@@ -24,6 +24,7 @@ import train_gpt
 from data.shards import find_shards
 from kernels.attention.flash import ATTENTION
 from kernels.ranks.collectives import Collectives
+from kernels.sequence import Sequences
 from records.tools.check import check_clock
 from records.tools.logs import read_log
 
@@ -138,7 +139,7 @@ def test_what_the_attention_libraries_are_asked_for(monkeypatch, backend, determ
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attend)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     x, cu_seqlens = torch.randn(4, 1, 8), torch.tensor([0, 4], dtype=torch.int32)
-    ATTENTION[backend](x, x, x, cu_seqlens, 4, 2, 0.1)
+    ATTENTION[backend](x, x, x, Sequences.of(cu_seqlens, 4, 4), 2, 0.1)
     # (2, 0): two tokens before a query and none behind it, which is what the plain form takes a window for.
     assert asked["window_size"] == (2, 0)
     if backend == "flash4":

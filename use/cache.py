@@ -17,6 +17,7 @@ from torch import Tensor
 from data.loader import Batch
 from kernels import loss
 from kernels.attention import HeadShape, Positions
+from kernels.sequence import Sequences
 from use.model import Saved, logits
 
 PIECE = 512     # tokens of a prompt that are read at a time; memory grows with them and the window
@@ -98,8 +99,8 @@ class Reader:
         self.layer += 1
         return q, keys, values
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, cu_seqlens: Tensor, max_length: int,
-               window: int, scale: float) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, window: int,
+               scale: float) -> Tensor:
         """As the functions in kernels/attention/flash.py; zero for tokens that are read again."""
         queries = self.of_new(q)
         newest = torch.arange(keys.shape[1], device=q.device) - (keys.shape[1] - self.new)

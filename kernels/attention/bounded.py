@@ -30,7 +30,7 @@ from torch import Tensor
 from kernels.attention.bounded_kernels import forward_kernel, key_kernel, query_kernel
 from kernels.backend import check, triton
 from kernels.example import Example, both_ways
-from kernels.sequence import sequence_bounds
+from kernels.sequence import Sequences
 
 # (queries, keys, warps, stages) of the tiles of each kernel: forward, of the queries' gradient, of the keys'.
 # The tile that a program keeps is a multiple of the other. The first is used.
@@ -85,8 +85,7 @@ def bounded_attention(
     q: Tensor,  # (n, heads, qk_dim), contiguous; each head of each token has the norm √qk_dim
     k: Tensor,  # like q
     v: Tensor,  # (n, heads, head_dim), contiguous, of q's dtype
-    cu_seqlens: Tensor,  # (documents + 1,) int32: where each document starts, n at the end
-    max_length: int,  # of a document; not needed here
+    sequences: Sequences,
     window: int,  # A token sees itself and so many tokens before it.
     scale: float,  # of the scores
     tuned: tuple = CONFIGS[0],
@@ -100,14 +99,12 @@ def bounded_attention(
         check(fits and x.is_contiguous() and x.dtype == q.dtype, name, x,
               f"contiguous ({len(q)}, heads, 16, 32, 64 or 128) in {q.dtype}")
     check(k.shape == q.shape, "k", k, "like q")
-    first, end = sequence_bounds(cu_seqlens, len(q))
-    return BoundedAttention.apply(q, k, v, first, end, window, scale, tuned)
+    return BoundedAttention.apply(q, k, v, sequences.first, sequences.end, window, scale, tuned)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int) -> Tensor:
     """Dense attention, of inputs of any dtype."""
-    place = torch.arange(len(q), device=q.device)
-    first, _ = sequence_bounds(cu_seqlens, len(q))
+    place, first = torch.arange(len(q), device=q.device), sequences.first
     seen = (place <= place[:, None]) & (place >= torch.maximum(first, place - window)[:, None])
     scores = torch.einsum("thc,jhc->htj", q, k) * q.shape[2] ** -0.5
     return torch.einsum("htj,jhc->thc", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
@@ -120,10 +117,11 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         q, k = (F.rms_norm(torch.randn(n, heads, channels[0], device=device), channels[:1]).to(dtype)
                 for _ in range(2))
         v = torch.randn(n, heads, channels[1], device=device).to(dtype)
-        return q, k, v, torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        return q, k, v, Sequences.of(bounds, max(lengths), n)
 
     def kernel(window: int, q: Tensor, *given, **tuned) -> Tensor:
-        return bounded_attention(q, *given, 0, window, q.shape[2] ** -0.5, **tuned)
+        return bounded_attention(q, *given, window, q.shape[2] ** -0.5, **tuned)
 
     real = [([806] * 122, 640, 6, (64, 128)), ([806] * 122, 1408, 6, (64, 128))]
     odd = [([1, 70, 1, 2, 61], 40, 2, (16, 32)), ([300], 100, 1, (32, 32))]

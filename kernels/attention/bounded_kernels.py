@@ -46,7 +46,6 @@ def forward_kernel(q_desc, k_desc, v_desc, out_desc, first_ptr, sums_ptr, n, win
                    HEADS: tl.constexpr):
     ROWS: tl.constexpr = q_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
-    QK_DIM: tl.constexpr = q_desc.block_shape[1]
     HEAD_DIM: tl.constexpr = v_desc.block_shape[1]
     head, begin = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * ROWS
     row = begin + tl.arange(0, ROWS)
@@ -83,7 +82,6 @@ def query_kernel(q_desc, k_desc, v_desc, out_desc, out_grad_desc, q_grad_desc, f
     ROWS: tl.constexpr = q_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     QK_DIM: tl.constexpr = q_desc.block_shape[1]
-    HEAD_DIM: tl.constexpr = v_desc.block_shape[1]
     head, begin = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * ROWS
     row = begin + tl.arange(0, ROWS)
     low, start, whole = keys_of(first_ptr, begin, row, n, window, ROWS, COLUMNS)

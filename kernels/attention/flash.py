@@ -3,9 +3,7 @@
 Each takes
 
     q, k (n, heads, qk_dim), v (n, heads, head_dim)     all documents one after another, bf16 on GPUs
-    cu_seqlens (documents + 1,) int32                   where each document starts, and where the last one
-                                                        ends; empty ones may follow
-    max_length                                          tokens that no document exceeds
+    sequences                                           where each document starts and ends
     window                                              A token sees itself and so many tokens before it.
     scale                                               of the scores
 
@@ -27,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.bounded import bounded_attention
+from kernels.sequence import Sequences
 
 
 def fit_tiles(interface: ModuleType) -> None:
@@ -50,44 +49,45 @@ def by_the_wider(choose: Callable) -> Callable:
 
 
 def flash4_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float
 ) -> Tensor:
     """FlashAttention-4; repeatable bit for bit where torch is asked for deterministic algorithms."""
     from flash_attn.cute import flash_attn_varlen_func, interface
     if q.size(-1) != v.size(-1):
         fit_tiles(interface)
     out = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_length,
-        max_seqlen_k=max_length, softmax_scale=scale, causal=True, window_size=(window, 0),
+        q, k, v, cu_seqlens_q=sequences.bounds, cu_seqlens_k=sequences.bounds,
+        max_seqlen_q=sequences.longest, max_seqlen_k=sequences.longest, softmax_scale=scale, causal=True,
+        window_size=(window, 0),
         # Otherwise the gradient of q is summed in the order in which blocks happen to end.
         deterministic=torch.are_deterministic_algorithms_enabled())
     return out[0] if isinstance(out, tuple) else out
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float
 ) -> Tensor:
     """PyTorch's own. It wants q, k and v of one width: narrower ones get zeros, which change no result."""
     from torch.nn.attention.varlen import varlen_attn
     wider = max(q.size(-1), v.size(-1))
     q, k, values = (x if x.size(-1) == wider else F.pad(x, (0, wider - x.size(-1))) for x in (q, k, v))
     out = varlen_attn(
-        q, k, values, cu_seqlens, cu_seqlens, max_length, max_length, scale=scale, window_size=(window, 0))
+        q, k, values, sequences.bounds, sequences.bounds, sequences.longest, sequences.longest, scale=scale,
+        window_size=(window, 0))
     return out[..., :v.size(-1)]
 
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_length: int, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float
 ) -> Tensor:
     """Blocks of queries against the keys in their reach: memory grows with the window, not with n²."""
     n, block = len(q), 512
     position = torch.arange(n, device=q.device)
-    document = torch.bucketize(position, cu_seqlens, right=True)
     outputs = []
     for first in range(0, n, block):
         queries, keys = slice(first, first + block), slice(max(0, first - window), first + block)
         distance = position[queries, None] - position[None, keys]
-        same_document = document[queries, None] == document[None, keys]
+        same_document = position[None, keys] >= sequences.first[queries, None]
         mask = (distance >= 0) & (distance <= window) & same_document
         heads_first = (x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys]))
         out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale)

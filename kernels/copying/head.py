@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.loss import Mixture
+from kernels.sequence import Sequences
 
 # By so much the first score of not copying is above that of a key that equals its query. So one such key
 # begins with 0.7% of the probability.
@@ -46,7 +47,8 @@ class CopyHead(nn.Module):
             self.gate.zero_()
             self.bias.fill_(self.scale * len(keys) + FIRST_MARGIN)
 
-    def mixture(self, x: Tensor, batch, project: Callable, pointer_sums: Callable) -> Mixture | None:
+    def mixture(self, x: Tensor, batch, sequences: Sequences, project: Callable,
+                pointer_sums: Callable) -> Mixture | None:
         """For the loss of `batch` from what the head sees, x (n, width); None without a copy head.
 
         `project` and `pointer_sums` are those of this package, or their kernels and references.
@@ -55,5 +57,5 @@ class CopyHead(nn.Module):
             return None
         q, k, rest = project(x, self.weight, self.gate, self.bias)
         matching, every = pointer_sums(
-            q, k, batch.tokens, batch.targets, batch.cu_seqlens, batch.max_length, self.scale)
+            q, k, batch.tokens, batch.targets, sequences, self.scale)
         return Mixture(matching - rest, -F.softplus(every - rest))

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.backend import check, triton
 from kernels.copying.pointer_kernels import key_kernel, pointer_kernel, query_kernel
 from kernels.example import Example, both_ways
-from kernels.sequence import sequence_bounds
+from kernels.sequence import Sequences
 
 # (rows, columns, warps, stages) of a tile of each kernel; the first is used.
 CONFIGS = [((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
@@ -46,17 +46,16 @@ def block_reference(q: Tensor, k: Tensor, follower: Tensor, target: Tensor, plac
     return sums[0], sums[1]
 
 
-def pointer_sums_reference(q: Tensor, k: Tensor, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor,
-                           max_length: int, scale: float, block: int = 256) -> tuple[Tensor, Tensor]:
+def pointer_sums_reference(q: Tensor, k: Tensor, tokens: Tensor, targets: Tensor,
+                           sequences: Sequences, scale: float, block: int = 256) -> tuple[Tensor, Tensor]:
     """Plain PyTorch form of `pointer_sums`; keeps the scores of `block` rows at a time."""
     n, out = len(q), []
-    first, _ = sequence_bounds(cu_seqlens, n)
     place = torch.arange(n, device=q.device)
     for begin in range(0, n, block):
         end = min(begin + block, n)
-        low = max(0, begin - max_length + 1)
+        low = max(0, begin - sequences.longest + 1)
         rows, keys = slice(begin, end), slice(low, end)
-        places = place[rows], place[keys], first[rows]
+        places = place[rows], place[keys], sequences.first[rows]
         follower = torch.cat([tokens[low + 1:end + 1], tokens[:1]])[:end - low]
         out.append(checkpoint(block_reference, q[rows], k[keys], follower, targets[rows], places, scale,
                               use_reentrant=False))
@@ -73,15 +72,15 @@ def tiled(x: Tensor, rows: int):
 
 class PointerSums(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, tokens, targets, cu_seqlens, scale, tuned):
+    def forward(ctx, q, k, tokens, targets, first, end, scale, tuned):
         (n, channels), (rows, columns, warps, stages) = q.shape, tuned[0]
-        bounds, rate = sequence_bounds(cu_seqlens, n), scale * math.log2(math.e)
+        rate = scale * math.log2(math.e)
         matching, every = (torch.empty(n, dtype=torch.float32, device=q.device) for _ in range(2))
         if n:
             pointer_kernel[(triton.cdiv(n, rows),)](
-                tiled(q, rows), tiled(k, columns), tokens, targets, bounds[0], matching, every, n, rate,
+                tiled(q, rows), tiled(k, columns), tokens, targets, first, matching, every, n, rate,
                 rate * channels, num_warps=warps, num_stages=stages)
-        ctx.save_for_backward(q, k, tokens, targets, *bounds, matching, every)
+        ctx.save_for_backward(q, k, tokens, targets, first, end, matching, every)
         ctx.scale, ctx.tuned = scale, tuned
         return matching, every
 
@@ -102,7 +101,7 @@ class PointerSums(torch.autograd.Function):
             key_kernel[(triton.cdiv(n, columns),)](
                 tiled(q, rows), tiled(k, columns), tiled(k_grad, columns), tokens, targets, end, factors,
                 *numbers, num_warps=warps, num_stages=stages)
-        return q_grad, k_grad, None, None, None, None, None
+        return q_grad, k_grad, None, None, None, None, None, None
 
 
 def pointer_sums(
@@ -110,8 +109,7 @@ def pointer_sums(
     k: Tensor,  # like q, of its dtype: the key of state j stands for the token after it
     tokens: Tensor,  # (n,) int32 or int64, contiguous: sequences one after another
     targets: Tensor,  # (n,) integers, contiguous: the token that follows; none is negative among tokens
-    cu_seqlens: Tensor,  # (sequences + 1,) int32: where sequences start, n at the end
-    max_length: int,  # of a sequence; the reference alone needs it
+    sequences: Sequences,
     scale: float,  # of q · k
     tuned: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -125,7 +123,8 @@ def pointer_sums(
     for name, x in (("tokens", tokens), ("targets", targets)):
         check(x.shape == q.shape[:1] and x.is_contiguous() and not x.is_floating_point(), name, x,
               f"contiguous integers, ({len(q)},)")
-    return PointerSums.apply(q, k, tokens, targets, cu_seqlens, scale, tuned or CONFIGS[0])
+    return PointerSums.apply(
+        q, k, tokens, targets, sequences.first, sequences.end, scale, tuned or CONFIGS[0])
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
@@ -135,10 +134,10 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         q, k = (torch.randn(n, channels, device=device).to(dtype) for _ in range(2))
         tokens, targets = (torch.randint(top, (n,), device=device) for top in (vocabulary, 30))
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        return q, k, tokens, targets, bounds
+        return q, k, tokens, targets, Sequences.of(bounds, max(lengths), n)
 
-    def outputs(function, *given, longest: int, **tuned):
-        sums = function(*given, longest, given[0].size(1) ** -0.5, **tuned)
+    def outputs(function, *given, **tuned):
+        sums = function(*given, given[0].size(1) ** -0.5, **tuned)
         return tuple(torch.where(x.isinf(), 0, x) for x in sums)
 
     real = size == "real"
@@ -147,7 +146,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         grads = torch.linspace(-1, 1, n, device=device), torch.linspace(1, 0.5, n, device=device)
         yield Example(
             "sums of a pointer, both ways", f"{len(lengths)} × {max(lengths):,} × {channels}",
-            partial(inputs, lengths, channels), partial(outputs, pointer_sums, longest=max(lengths)),
-            partial(outputs, pointer_sums_reference, longest=max(lengths)), flop=14.0 * pairs * channels,
+            partial(inputs, lengths, channels), partial(outputs, pointer_sums),
+            partial(outputs, pointer_sums_reference), flop=14.0 * pairs * channels,
             wrap=lambda function, grads=grads: both_ways(function, grads, (0, 1)), compile=False,
             configs=tuple(CONFIGS))

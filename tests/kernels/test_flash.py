@@ -6,6 +6,7 @@ import torch
 from checks import DEVICE
 
 from kernels.attention.flash import ATTENTION, choose_attention, fit_tiles
+from kernels.sequence import Sequences
 
 HERE = ["plain", "bounded"]
 if DEVICE.type == "cuda":
@@ -34,7 +35,7 @@ def test_attention_backends_against_dense_attention(backend, window, dims):
     weight = torch.randn_like(expected)
     expected.backward(weight)
     on_device = [x.detach().to(DEVICE).requires_grad_() for x in (q, k, v)]
-    out = ATTENTION[backend](*on_device, cu_seqlens.to(DEVICE), 697, window, 0.1)
+    out = ATTENTION[backend](*on_device, Sequences.of(cu_seqlens.to(DEVICE), 697, n), window, 0.1)
     out.backward(weight.to(out))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
@@ -57,17 +58,17 @@ def test_flash4_chooses_its_tiles_by_the_wider_heads():
 
 def test_torchs_attention_gets_queries_keys_and_values_of_one_width(monkeypatch):
     """They are padded with zeros, which change no result: the gradients too are those of the narrow ones."""
-    def equal_widths(q, k, v, cu_seqlens, *_, scale, window_size):
+    def equal_widths(q, k, v, *_, scale, window_size):
         assert q.shape == k.shape == v.shape
-        return ATTENTION["plain"](q, k, v, cu_seqlens, 60, window_size[0], scale)
+        return ATTENTION["plain"](q, k, v, sequences, window_size[0], scale)
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", equal_widths)
-    cu_seqlens = torch.tensor([0, 40, 60], dtype=torch.int32)
+    sequences = Sequences.of(torch.tensor([0, 40, 60], dtype=torch.int32), 60, 60)
     for qk_dim, head_dim in ((8, 16), (16, 8), (16, 16)):
         leaves = [torch.randn(60, 2, dim, requires_grad=True) for dim in (qk_dim, qk_dim, head_dim)]
         results = []
         for backend in ("plain", "varlen"):
-            out = ATTENTION[backend](*leaves, cu_seqlens, 60, 9, 0.1)
+            out = ATTENTION[backend](*leaves, sequences, 9, 0.1)
             results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
         for plain, varlen in zip(*results):
             torch.testing.assert_close(varlen, plain)
