@@ -599,9 +599,8 @@ class GPT(nn.Module):
         """Both losses from what the head sees; with candidates, over a sample of the vocabulary."""
         ops, in_fp8, weights = self.ops, "head" in self.fp8, self.loss_weights[:len(context.step.multi_token)]
         mixture = self.copy_head.mixture(x, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
-        wanted = loss.Targets(
-            batch.targets, context.positions.is_start, weights, mixture,
-            loss.ruled_out(self.never, batch.tokens))
+        wanted = loss.Targets(batch.targets, context.positions.is_start, weights, mixture,
+                              loss.ruled_out(self.never, batch.tokens))
         if not len(batch.candidates):
             return ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
         return loss.sampled_head_loss(
