@@ -212,8 +212,8 @@ class Config:
     muon_momentum: tuple[Beta, Beta] = (0.85, 0.95)
     momentum_warmup: Positive = 300     # steps from the first momentum to the second
     momentum_cooldown: Positive = 50    # steps back again, at the end (@ClassicLarry #136)
-    # A slower average of the gradients takes part of the momentum's place (@orange4664 #340). Worth 0.006 on
-    # three texts by a screening, and less by whole runs (records/ideas.md), for 0.1% of the time.
+    # A slower average of the gradients takes part of the momentum's place (@orange4664 #340). A screening
+    # says that it is worth 0.006, whole runs say less (records/ideas.md). It takes 0.1% of the time.
     slow_share: Share = 0.0
     slow_beta: Beta = 0.97
     slow_from: tuple[Share, Share] = (0.3, 0.4)     # parts of the steps: where its share begins and is whole
@@ -734,6 +734,7 @@ class Shard:
         self.mantissa_bits = torch.zeros_like(self.weight, dtype=torch.int16) if in_halves else None
         self.momentum = torch.zeros_like(self.weight, dtype=torch.float32)
         self.second = torch.zeros_like(self.weight[..., :1] if unit else self.weight, dtype=torch.float32)
+        self.slow: Tensor | None = None     # NorMuon's second average of the gradients
         self.steps = torch.zeros((), device=first.device)
         self.shared = updates.SharedUpdates(gpt2_features(), group.params, world) if group.shared else None
 
@@ -741,7 +742,7 @@ class Shard:
         """All that a step changes."""
         own = [self.weight] if self.weight is not self.weights else []
         own += self.shared.moments if self.shared else []
-        return [x for x in (self.weights, *own, self.grads, self.mantissa_bits,
+        return [x for x in (self.weights, *own, self.grads, self.mantissa_bits, self.slow,
                             self.momentum, self.second, self.steps) if x is not None]
 
 
@@ -771,9 +772,6 @@ class NorMuon(Shard):
         self.triples = updates.polar_express(
             config.polar_steps, updates.lower_end(self.normalisation, config.polar_steps))
         self.slow = torch.zeros_like(self.momentum) if config.slow_share else None
-
-    def state(self) -> list[Tensor]:
-        return super().state() + [self.slow] * (self.slow is not None)
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, rates: updates.Rates) -> None:
         weight, bits, grad, momentum, slow = (

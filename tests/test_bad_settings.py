@@ -48,6 +48,7 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
     (["--muon_lr", "nan"], ["--muon_lr nan: expected a number"]),
     (["--muon_momentum", "0.9"], ["--muon_momentum 0.9: expected 2 values in brackets"]),
     (["--momentum_warmup", "0"], ["--momentum_warmup 0"]),
+    (["--slow_from", "0.5,0.4"], ["--slow_from 0.5,0.4:", "cannot be whole before it begins"]),
     (["--adam_every", "0"], ["--adam_every 0: expected a whole number from 1 to 64"]),
     (["--polar_steps", "0"], ["--polar_steps 0"]),
     (["--width", "0"], ["--width 0: expected a whole number from 1 to 65,536"]),

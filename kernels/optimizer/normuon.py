@@ -18,7 +18,7 @@ from kernels.optimizer.master_weight import Master, Rule, apply_update
 
 
 class Rates(NamedTuple):
-    """Of the moving averages. The tensors may change from step to step without a new compiled program."""
+    """How the averages move. The tensors may change from step to step without a new compiled program."""
     beta: Tensor  # 0-dim: of the momentum
     slow_share: Tensor  # 0-dim: of the slow average in the momentum's place
     slow_beta: float

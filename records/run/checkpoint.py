@@ -103,7 +103,7 @@ def own_parts(shard, rank: int, ranks: int) -> Iterator[tuple[int, int, slice]]:
 def buffers(shard, averages) -> dict[str, Tensor]:
     """What a rank alone holds of a group, by name; all but gradients."""
     found = {"weight": shard.weight, "mantissa_bits": shard.mantissa_bits, "momentum": shard.momentum,
-             "slow": getattr(shard, "slow", None), "second": shard.second,
+             "slow": shard.slow, "second": shard.second,
              "average": averages.of(shard.weight)}
     return {name: x for name, x in found.items() if x is not None}
 
