@@ -43,8 +43,10 @@ CONFIGS = [((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
 
 
 def tiled(x: Tensor, tokens: int):
-    """A descriptor of x (n, heads, channels) by tiles of so many tokens of one head."""
+    """A descriptor of x (n, heads, channels) or of x (heads, places) by tiles of so many tokens of one head."""
     from triton.tools.tensor_descriptor import TensorDescriptor
+    if x.ndim == 2:
+        return TensorDescriptor.from_tensor(x.flatten(), [tokens])
     return TensorDescriptor.from_tensor(x.flatten(1), [tokens, x.shape[2]])
 
 
@@ -53,13 +55,14 @@ class BoundedAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, first, end, window, scale, tuned):
         (n, heads, channels), (rows, columns, warps, stages) = q.shape, tuned[0]
         rate = scale * math.log2(math.e)
-        out, sums = torch.empty_like(v), torch.empty(heads, n, dtype=torch.float32, device=q.device)
+        out, places = torch.empty_like(v), triton.cdiv(n, 4) * 4     # of a head's sums, by 16 bytes
+        sums = torch.empty(heads, places, dtype=torch.float32, device=q.device)
         if n:
             forward_kernel[(triton.cdiv(n, rows) * heads,)](
-                tiled(q, rows), tiled(k, columns), tiled(v, columns), tiled(out, rows), first, sums, n,
+                q, tiled(k, columns), tiled(v, columns), tiled(out, rows), first, sums, n, places,
                 window, rate, rate * channels, HEADS=heads, num_warps=warps, num_stages=stages)
         ctx.save_for_backward(q, k, v, out, sums, first, end)
-        ctx.numbers, ctx.tuned = (n, window, rate, scale), tuned
+        ctx.numbers, ctx.tuned = (n, places, window, rate, scale), tuned
         return out
 
     @staticmethod
@@ -70,14 +73,12 @@ class BoundedAttention(torch.autograd.Function):
         if n:
             rows, columns, warps, stages = ctx.tuned[1]
             query_kernel[(triton.cdiv(n, rows) * heads,)](
-                tiled(q, rows), tiled(k, columns), tiled(v, columns), tiled(out, rows), tiled(grad, rows),
-                tiled(q_grad, rows), first, sums, products, *ctx.numbers, HEADS=heads, num_warps=warps,
-                num_stages=stages)
+                q, tiled(k, columns), tiled(v, columns), out, grad, tiled(q_grad, rows), first, sums,
+                products, *ctx.numbers, HEADS=heads, num_warps=warps, num_stages=stages)
             rows, columns, warps, stages = ctx.tuned[2]
             key_kernel[(triton.cdiv(n, columns) * heads,)](
-                tiled(q, rows), tiled(k, columns), tiled(v, columns), tiled(grad, rows),
-                tiled(k_grad, columns), tiled(v_grad, columns), end, sums, products, *ctx.numbers,
-                HEADS=heads, num_warps=warps, num_stages=stages)
+                tiled(q, rows), k, v, tiled(grad, rows), tiled(k_grad, columns), tiled(v_grad, columns), end,
+                tiled(sums, rows), tiled(products, rows), *ctx.numbers, HEADS=heads, num_warps=warps, num_stages=stages)
         return q_grad, k_grad, v_grad, None, None, None, None, None
 
 

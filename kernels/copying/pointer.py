@@ -64,43 +64,45 @@ def pointer_sums_reference(q: Tensor, k: Tensor, tokens: Tensor, targets: Tensor
     return torch.cat(matching), torch.cat(every)
 
 
+def aligned(x: Tensor) -> Tensor:
+    """x itself or a copy that starts at a multiple of 16 bytes, as descriptors want it."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 def tiled(x: Tensor, rows: int):
-    """A descriptor of x (n, channels) by tiles of so many rows."""
+    """A descriptor of x (n,) or (n, channels) by tiles of so many rows."""
     from triton.tools.tensor_descriptor import TensorDescriptor
-    return TensorDescriptor.from_tensor(x, [rows, x.shape[1]])
+    return TensorDescriptor.from_tensor(x, [rows, *x.shape[1:]])
 
 
 class PointerSums(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, tokens, targets, first, end, scale, tuned):
         (n, channels), (rows, columns, warps, stages) = q.shape, tuned[0]
-        rate = scale * math.log2(math.e)
+        rate, followers, targets = scale * math.log2(math.e), tokens.roll(-1), aligned(targets)
         matching, every = (torch.empty(n, dtype=torch.float32, device=q.device) for _ in range(2))
         if n:
             pointer_kernel[(triton.cdiv(n, rows),)](
-                tiled(q, rows), tiled(k, columns), tokens, targets, first, matching, every, n, rate,
-                rate * channels, num_warps=warps, num_stages=stages)
-        ctx.save_for_backward(q, k, tokens, targets, first, end, matching, every)
-        ctx.scale, ctx.tuned = scale, tuned
+                q, tiled(k, columns), tiled(followers, columns), targets, first, matching, every, n, rate,
+                rate * channels, ROWS=rows, STAGES=stages, num_warps=warps)
+        ctx.save_for_backward(q, k, followers, targets, first, end, matching, every)
+        ctx.numbers, ctx.tuned = (n, rate, rate * channels, scale), tuned
         return matching, every
 
     @staticmethod
     def backward(ctx, *grads):
-        q, k, tokens, targets, first, end, *sums = ctx.saved_tensors
-        n, channels = q.shape
-        q_grad, k_grad = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-        grads, factors = [grad.contiguous() for grad in grads], q.new_empty(2, n, dtype=torch.float32)
-        rate = ctx.scale * math.log2(math.e)
-        numbers = n, rate, rate * channels, ctx.scale
-        if n:
+        q, k, followers, targets, first, end, *sums = ctx.saved_tensors
+        q_grad, k_grad, *factors = map(torch.empty_like, (q, k, *sums))
+        grads = [grad.contiguous() for grad in grads]
+        if n := len(q):
             rows, columns, warps, stages = ctx.tuned[1]
             query_kernel[(triton.cdiv(n, rows),)](
-                tiled(q, rows), tiled(k, columns), tiled(q_grad, rows), tokens, targets, first, *sums, *grads,
-                factors, *numbers, num_warps=warps, num_stages=stages)
+                q, tiled(k, columns), tiled(q_grad, rows), tiled(followers, columns), targets, first, *sums,
+                *grads, *factors, *ctx.numbers, STAGES=stages, num_warps=warps)
             rows, columns, warps, stages = ctx.tuned[2]
             key_kernel[(triton.cdiv(n, columns),)](
-                tiled(q, rows), tiled(k, columns), tiled(k_grad, columns), tokens, targets, end, factors,
-                *numbers, num_warps=warps, num_stages=stages)
+                tiled(q, rows), k, tiled(k_grad, columns), followers, tiled(targets, rows), end,
+                *(tiled(x, rows) for x in factors), *ctx.numbers, num_warps=warps, num_stages=stages)
         return q_grad, k_grad, None, None, None, None, None, None
 
 
@@ -124,7 +126,7 @@ def pointer_sums(
         check(x.shape == q.shape[:1] and x.is_contiguous() and not x.is_floating_point(), name, x,
               f"contiguous integers, ({len(q)},)")
     return PointerSums.apply(
-        q, k, tokens, targets, sequences.first, sequences.end, scale, tuned or CONFIGS[0])
+        q.contiguous(), k.contiguous(), tokens, targets, sequences.first, sequences.end, scale, tuned or CONFIGS[0])
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
