@@ -19,7 +19,7 @@ if command -v nvidia-smi >/dev/null 2>&1; then
     gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
     if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then gpus=$(awk -F, '{ for (i = 1; i <= NF && $i ~ /^ *[0-9GM]/; i++) n++ } END { print n + 0 }' <<<"$CUDA_VISIBLE_DEVICES"); fi
 fi
-# The lowest compute capability of the GPUs: 9 is Hopper. A driver that does not know it counts as 0.
+# The lowest compute capability of the GPUs: 9 is Hopper, 10 Blackwell. A driver that does not know it counts as 0.
 capability=0
 if [ "$gpus" -gt 0 ]; then
     capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | grep -oE '^[0-9]+' | sort -n | head -1 || true)
@@ -27,7 +27,7 @@ fi
 if [ "${1-}" = install ]; then
     case "${2-}" in
     cpu) gpus=0 capability=0 ;;
-    cuda) gpus=1 capability=9 ;;
+    cuda) gpus=1 capability=10 ;;
     "") ;;
     *) die "install $2: choose cpu or cuda" ;;
     esac
@@ -57,7 +57,7 @@ make_environment() {
     if [ "$wanted" = all ]; then pip -r requirements.txt; else pip -r <(sed '/^$/q' requirements.txt); fi ||
         die "pip failed; mend what it says above and run the same command again"
     flash=$(sed -n 's/^#   \(flash-attn-4.*==.*\)/\1/p' requirements.txt)
-    if [ "${capability:-0}" -ge 9 ] && [ "$(uname)" = Linux ] && ! pip "$flash"; then
+    if [ "${capability:-0}" -ge 10 ] && [ "$(uname)" = Linux ] && ! pip "$flash"; then
         echo "run.sh: $flash did not install (see above). Torch's own attention runs in its place. It takes up to 1.8" \
             "times as long: 1.5 ms, not 0.8, for 49,152 tokens and a window of 1,408 on an H200" >&2
     fi

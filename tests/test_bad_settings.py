@@ -69,7 +69,7 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
     (["--val_chunk", "100"], ["--val_chunk 100 --val_sequence_length 256", "holds whole sequences"]),
     (["--smear", "1"], ["--smear 1: expected true or false"]),
     (["--attention", "flash9"],
-     ["--attention flash9: expected a name out of auto, flash4, bounded, varlen, plain"]),
+     ["--attention flash9: expected a name out of auto, bounded, flash4, varlen, plain"]),
     (["--fp8", "1"], ["--fp8 1: expected a name out of head, attention, mlp"]),
     (["--fp8", "head,tail"], ["--fp8 head,tail: expected a name out of head", "not tail"]),
     (["--reference", "fish"], ["--reference fish: use names out of lookup, smear", "all, or none"]),

@@ -43,8 +43,8 @@ def machine(tmp_path):
 
 
 @pytest.mark.parametrize(("capabilities", "installs"),
-                         [("8.6", False), ("9.0 9.0", True), ("12.0 8.9", False)])
-def test_fast_attention_is_installed_where_every_gpu_is_hopper_or_newer(machine, capabilities, installs):
+                         [("8.6", False), ("9.0 10.0", False), ("10.0 10.0", True), ("12.0 8.9", False)])
+def test_fast_attention_is_installed_where_every_gpu_is_newer_than_hopper(machine, capabilities, installs):
     """That it did not install ends nothing: the program starts all the same."""
     asked, errors = machine("--preset", "cpu", capabilities=capabilities)
     assert ("flash-attn-4[cu13]==" in asked) == installs
@@ -60,7 +60,7 @@ def test_fast_attention_is_installed_where_every_gpu_is_hopper_or_newer(machine,
 ])
 def test_ranks_are_the_gpus_that_may_be_seen(machine, visible, flags, ranks):
     """None behind -1, where two ranks share the CPU; the small model has work for two."""
-    asked, _ = machine(*flags.split(), "--data_path", "x", capabilities="9.0 9.0 9.0 9.0",
+    asked, _ = machine(*flags.split(), "--data_path", "x", capabilities="10.0 10.0 10.0 10.0",
                        CUDA_VISIBLE_DEVICES=visible)
     assert f"--nproc_per_node={ranks} train_gpt.py" in asked
     assert ("flash-attn" in asked) == (visible not in ("", "-1"))

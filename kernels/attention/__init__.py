@@ -16,7 +16,7 @@
 5. `flash.py`: softmax(scale · q kᵀ) v over a sliding window within each document, by the fastest backend that
    runs here.
 """
-from kernels.attention.flash import ATTENTION, choose_attention
+from kernels.attention.flash import ATTENTION, choose_attention, why_not
 from kernels.attention.fp8_qkv import QKV_GRADIENT_SCALE, qkv_fp8, qkv_fp8_reference, qkv_weight
 from kernels.attention.inputs import HeadShape, Positions, Projection, QKVWeight, ValueRows
 from kernels.attention.output import scaled_linear, scaled_linear_reference

@@ -34,16 +34,13 @@ from kernels.sequence import Sequences
 
 # (queries, keys, warps, stages) of the tiles of each kernel: forward, of the queries' gradient, of the keys'.
 # The tile that a program keeps is a multiple of the other. The first is used.
-CONFIGS = [((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
-           ((128, 32, 8, 3), (64, 64, 4, 2), (32, 64, 4, 2)),
-           ((128, 64, 8, 2), (128, 32, 8, 2), (64, 128, 8, 2)),
-           ((64, 32, 4, 3), (64, 32, 4, 2), (64, 64, 4, 3)),
-           ((128, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2)),
-           ((128, 32, 8, 2), (128, 64, 8, 3), (32, 128, 8, 2))]
+CONFIGS = [((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
+           ((64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2)),
+           ((128, 32, 8, 3), (128, 64, 8, 2), (32, 64, 4, 2))]
 
 
 def tiled(x: Tensor, tokens: int):
-    """A descriptor of x (n, heads, channels) or of x (heads, places) by tiles of so many tokens of one head."""
+    """A descriptor of x (n, heads, channels) or (heads, places) by tiles of so many tokens of one head."""
     from triton.tools.tensor_descriptor import TensorDescriptor
     if x.ndim == 2:
         return TensorDescriptor.from_tensor(x.flatten(), [tokens])
@@ -78,7 +75,8 @@ class BoundedAttention(torch.autograd.Function):
             rows, columns, warps, stages = ctx.tuned[2]
             key_kernel[(triton.cdiv(n, columns) * heads,)](
                 tiled(q, rows), k, v, tiled(grad, rows), tiled(k_grad, columns), tiled(v_grad, columns), end,
-                tiled(sums, rows), tiled(products, rows), *ctx.numbers, HEADS=heads, num_warps=warps, num_stages=stages)
+                tiled(sums, rows), tiled(products, rows), *ctx.numbers, HEADS=heads, num_warps=warps,
+                num_stages=stages)
         return q_grad, k_grad, v_grad, None, None, None, None, None
 
 

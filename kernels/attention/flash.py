@@ -1,4 +1,4 @@
-"""softmax(scale · q kᵀ) v, causal, over a sliding window within each document: one function, three backends.
+"""softmax(scale · q kᵀ) v, causal, over a sliding window within each document: one function, four backends.
 
 Each takes
 
@@ -9,10 +9,12 @@ Each takes
 
 and returns (n, heads, head_dim). `attention_reference` is the plain PyTorch form.
 
-Forward / backward on one H200, 6 heads of 128, bf16 (torch 2.11, flash-attn-4 4.0.0b36):
-    16,384 tokens, window  128:  flash4  82 / 143 µs   varlen  81 /   203 µs
-    49,152 tokens, window 1408:  flash4 236 / 600 µs   varlen 457 / 1,065 µs
-All records have queries and keys that are narrower than values (qk_dim 64), which were not timed alone.
+Forward / backward in µs, 6 heads of 64 channels (values: 128), bf16, sequences of up to 2,048 tokens as in
+the records (torch 2.11, flash-attn-4 4.0.0b36 on an H200; bounded on an H100):
+    32,768 tokens, window  128:  flash4  95 /   –     bounded  63 /   194
+    98,304 tokens, window  640:  flash4 408 / 1,058   bounded 253 /   842
+    98,304 tokens, window 1408:  flash4 468 / 1,219   bounded 328 / 1,070
+varlen took 1.8 to 1.9 times as long as flash4 (6 heads of 128, 49,152 tokens, window 1,408).
 FlashAttention: arXiv 2205.14135; version 4, github.com/Dao-AILab/flash-attention.
 """
 import os
@@ -96,32 +98,47 @@ def attention_reference(
 
 
 ATTENTION: dict[str, Callable[..., Tensor]] = {
-    "flash4": flash4_attention,
     "bounded": bounded_attention,
+    "flash4": flash4_attention,
     "varlen": varlen_attention,
     "plain": attention_reference,
 }
 
 
+def why_not(name: str, device: torch.device) -> str:
+    """Why the backend `name` does not run on `device`; empty if it does."""
+    if name == "plain":
+        return ""
+    if device.type != "cuda":
+        return "no GPU"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return "fused attention needs an Ampere GPU or newer"
+    if name == "flash4":
+        if capability < (9, 0):
+            return "FlashAttention-4 needs Hopper or newer"
+        # FlashAttention-4 reads this when it is imported: its compiled kernels are kept for the next start.
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        try:
+            import flash_attn.cute  # noqa: F401
+        except ImportError as error:
+            return f"FlashAttention-4 is not usable ({error}); `pip install --pre flash-attn-4`"
+    return ""
+
+
 def choose_attention(wanted: str, device: torch.device) -> tuple[str, str]:
     """The backend to use on `device`, and why it is not the fastest one (empty if it is).
 
-    `wanted`: a name from `ATTENTION`, or "auto".
+    `wanted`: a name from `ATTENTION`, or "auto". "bounded" was timed on Hopper alone.
     """
-    # FlashAttention-4 reads this when it is imported: its compiled kernels are kept for the next start.
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     if wanted != "auto":
         return wanted, "as asked"
-    if device.type != "cuda":
-        return "plain", "no GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return "plain", "fused attention needs an Ampere GPU or newer; this is slow"
-    if capability < (9, 0):
-        return "varlen", "FlashAttention-4 needs Hopper or newer"
-    try:
-        import flash_attn.cute  # noqa: F401
-    except ImportError as error:
-        advice = "`pip install --pre flash-attn-4` makes attention up to 2x faster"
-        return "varlen", f"FlashAttention-4 is not usable ({error}); {advice}"
-    return "flash4", ""
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    reasons = {}
+    for name in ("bounded",) * hopper + ("flash4", "varlen"):
+        reasons[name] = why_not(name, device)
+        if not reasons[name]:
+            break
+    else:
+        name = "plain"
+    return name, next(iter(reasons.values()))

@@ -26,9 +26,9 @@ from kernels.example import Example, both_ways
 from kernels.sequence import Sequences
 
 # (rows, columns, warps, stages) of a tile of each kernel; the first is used.
-CONFIGS = [((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
-           ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
-           ((64, 32, 4, 3), (64, 32, 4, 3), (32, 64, 4, 3))]
+CONFIGS = [((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3)),
+           ((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2)),
+           ((128, 64, 8, 3), (128, 32, 8, 3), (32, 64, 4, 3))]
 
 
 def block_reference(q: Tensor, k: Tensor, follower: Tensor, target: Tensor, places: tuple[Tensor, ...],
@@ -113,7 +113,7 @@ def pointer_sums(
     targets: Tensor,  # (n,) integers, contiguous: the token that follows; none is negative among tokens
     sequences: Sequences,
     scale: float,  # of q · k
-    tuned: tuple[int, int, int] | None = None,
+    tuned: tuple | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Both sums, (n,) float32 each; -inf where there is nothing to sum, which has no gradient.
 
@@ -126,7 +126,8 @@ def pointer_sums(
         check(x.shape == q.shape[:1] and x.is_contiguous() and not x.is_floating_point(), name, x,
               f"contiguous integers, ({len(q)},)")
     return PointerSums.apply(
-        q.contiguous(), k.contiguous(), tokens, targets, sequences.first, sequences.end, scale, tuned or CONFIGS[0])
+        q.contiguous(), k.contiguous(), tokens, targets, sequences.first, sequences.end, scale,
+        tuned or CONFIGS[0])
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:

@@ -4,13 +4,13 @@ Queries and keys have the norm √channels, so no score is above `bound`, and su
 maximum. Scores are in units of log 2. A row t and a key j take part in a sum if j < t in one sequence. Only
 the first tiles of a program and the last ones hold pairs that do not, so only there a mask is applied.
 """
-from kernels.attention.bounded_kernels import keys_of, load_rows
+from kernels.attention.bounded_kernels import keys_of, load_rows, only_seen
 from kernels.backend import tl, triton
 
 
 @triton.jit
-def pointer_kernel(q_ptr, k_desc, followers_desc, targets_ptr, first_ptr, matching_ptr, every_ptr, n, rate, bound,
-                   ROWS: tl.constexpr, STAGES: tl.constexpr):
+def pointer_kernel(q_ptr, k_desc, followers_desc, targets_ptr, first_ptr, matching_ptr, every_ptr, n, rate,
+                   bound, ROWS: tl.constexpr, STAGES: tl.constexpr):
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     begin = tl.program_id(0) * ROWS
     row = begin + tl.arange(0, ROWS)
@@ -19,10 +19,8 @@ def pointer_kernel(q_ptr, k_desc, followers_desc, targets_ptr, first_ptr, matchi
     first, start, whole = keys_of(first_ptr, begin, row, n, n, ROWS, COLUMNS)
     matching, every = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     for key in tl.range(start, begin + ROWS, COLUMNS, num_stages=STAGES):
-        column = key + tl.arange(0, COLUMNS)
         mass = tl.exp2(tl.dot(q, tl.trans(k_desc.load([key, 0]))) * rate - bound)
-        if (key < whole) | (key >= begin):
-            mass = tl.where((column[None, :] < row[:, None]) & (column[None, :] >= first[:, None]), mass, 0.0)
+        mass = only_seen(mass, key, first, row - 1, whole, begin)
         match = followers_desc.load([key])[None, :] == target[:, None]
         matching += tl.sum(tl.where(match, mass, 0.0), 1)
         every += tl.sum(mass, 1)
@@ -65,10 +63,9 @@ def query_kernel(q_ptr, k_desc, q_grad_desc, followers_desc, targets_ptr, first_
     first, start, whole = keys_of(first_ptr, begin, row, n, n, ROWS, COLUMNS)
     grad = tl.zeros((ROWS, CHANNELS), tl.float32)
     for key in tl.range(start, begin + ROWS, COLUMNS, num_stages=STAGES):
-        column, k = key + tl.arange(0, COLUMNS), k_desc.load([key, 0])
+        k = k_desc.load([key, 0])
         mass = tl.exp2(tl.dot(q, tl.trans(k)) * rate - bound)
-        if (key < whole) | (key >= begin):
-            mass = tl.where((column[None, :] < row[:, None]) & (column[None, :] >= first[:, None]), mass, 0.0)
+        mass = only_seen(mass, key, first, row - 1, whole, begin)
         match = followers_desc.load([key])[None, :] == target[:, None]
         score_grad = mass * (on_every[:, None] + tl.where(match, on_match[:, None], 0.0))
         grad = tl.dot(score_grad.to(k.dtype), k, grad)

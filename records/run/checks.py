@@ -10,7 +10,7 @@ import torch
 
 from data.classes import GPT2_SIZE
 from kernels import ngrams
-from kernels.attention import ATTENTION, choose_attention
+from kernels.attention import ATTENTION, why_not
 from records.run.kinds import Between, OneOf
 from records.run.settings import UserError, check, defaults, shown
 
@@ -135,8 +135,7 @@ def check_machine(config, ranks: int, device: torch.device) -> None:
         raise UserError(f"--ngram_block {block}: use a power of two that divides a rank's {columns} columns")
     if device.type == "cuda":
         refuse(config, kernel_faults(config))
-    best, reason = choose_attention("auto", device)
-    slower = [*ATTENTION][[*ATTENTION].index(best):]        # The table begins with the fastest.
-    if config.attention not in ("auto", *slower):
+    if config.attention != "auto" and (reason := why_not(config.attention, device)):
+        usable = [name for name in ATTENTION if not why_not(name, device)]
         raise UserError(f"--attention {config.attention}: it does not run here ({reason}); use auto or "
-                        f"{' or '.join(slower)}")
+                        f"{' or '.join(usable)}")

@@ -109,7 +109,8 @@ class Counter(TorchDispatchMode):
         import triton
         launch = mock.patch.object(triton.runtime.jit.KernelInterface, "__getitem__",
                                    lambda kernel, grid: lambda *args, **kwargs: None)
-        flash = mock.patch.dict(attention.ATTENTION, {name: flash_memory for name in ("flash4", "varlen")})
+        fused = {name: flash_memory for name in attention.ATTENTION if name != "plain"}
+        flash = mock.patch.dict(attention.ATTENTION, fused)
         with launch, flash, mock.patch("torch.compile", self.compiled), self:
             yield
 

@@ -82,8 +82,8 @@ def versions(world: World) -> Iterator[Line]:
             if version(package) == faulty and capability[0] == major:
                 yield Line("broken", f"{package} {faulty}: {advice}")
         backend, note = choose_attention("auto", world.device)
-        yield Line("ok" if backend == "flash4" or capability < (9, 0) else "slow",
-                   f"attention: {backend} {version('flash-attn-4') or ''} {note}")
+        yield Line("slow" if note and capability >= (9, 0) else "ok",
+                   f"attention: {backend} {note}")
 
 
 def working_folder() -> Path:
