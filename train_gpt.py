@@ -299,7 +299,7 @@ PRESETS = {
         SPEEDRUN, preset="corpus", layers=SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:], data_path="",
         keep_tails=True, micro_batches=2, ngram_rows=268_435_456, ngram_classes=True,
         near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
-        slow_share=0.4, steps=1365, shared_updates=True, softmax_tokens=16_384, canonical=True, val_fp8=False,
+        slow_share=0.4, steps=1345, shared_updates=True, softmax_tokens=16_384, canonical=True, val_fp8=False,
         score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
