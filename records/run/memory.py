@@ -109,8 +109,7 @@ class Counter(TorchDispatchMode):
         import triton
         launch = mock.patch.object(triton.runtime.jit.KernelInterface, "__getitem__",
                                    lambda kernel, grid: lambda *args, **kwargs: None)
-        fused = {name: flash_memory for name in attention.ATTENTION if name != "plain"}
-        flash = mock.patch.dict(attention.ATTENTION, fused)
+        flash = mock.patch.dict(attention.ATTENTION, {name: flash_memory for name in ("flash4", "varlen")})
         with launch, flash, mock.patch("torch.compile", self.compiled), self:
             yield
 
