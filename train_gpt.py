@@ -253,7 +253,7 @@ class Config:
     score: tuple[str, ...] = ()
 
     # ---- Machine
-    attention: Backend = "auto"     # "flash4", "varlen", "plain", or the fastest that runs here
+    attention: Backend = "auto"     # "bounded", "flash4", "varlen", "plain", or the fastest here
     # Parts that run in FP8 where the GPU can, or "none" (kernels/fp8/formats.py; the head: @YouJiacheng; all:
     # @Glitchfix #344, @devenpzak #360). A: 5.9 s for the MLP and 1.5 s for attention, at the same loss.
     fp8: tuple[Part, ...] = ("head", "attention", "mlp")
@@ -447,7 +447,8 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.device, like = config, device, like or device
         self.dtype = torch.bfloat16 if like.type == "cuda" else torch.float32
-        self.attention_backend, self.attention_note = attention.choose_attention(config.attention, like)
+        self.attention_backend, self.attention_note = attention.choose_attention(
+            config.attention, like, (config.qk_dim, config.head_dim), config.attention_scale)
         self.attention = attention.ATTENTION[self.attention_backend]
         self.ops, self.fp8 = choose_ops(config, like)
         plain, fp8_ops = choose_ops(replace(config, fp8=()), like)[0], "norm_fork qkv mlp_input feed_forward"

@@ -20,6 +20,15 @@ except ImportError:  # torch builds for CPUs come without Triton
 EPS = torch.finfo(torch.float32).eps
 
 
+def tiled(x: torch.Tensor, *tile: int):
+    """A descriptor of x, contiguous, by tiles of so many rows (and columns), for Hopper's loads and stores.
+
+    An input that does not start at a multiple of 16 bytes is copied, for the hardware wants that.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+    return TensorDescriptor.from_tensor(x if x.data_ptr() % 16 == 0 else x.clone(), list(tile))
+
+
 def check(condition: bool, name: str, tensor: torch.Tensor, wanted: str) -> None:
     """Raise a ValueError that says what the kernel wants and what it was given."""
     if not condition:

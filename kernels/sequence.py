@@ -29,7 +29,7 @@ class Sequences(NamedTuple):
 
     @classmethod
     def of(cls, bounds: Tensor, longest: int, n: int) -> "Sequences":
-        """From what a batch says of them; the host does not wait."""
+        """From what a batch says of them, computed on the device, so that the host does not wait."""
         tokens = torch.arange(n, device=bounds.device, dtype=bounds.dtype)
         place = torch.searchsorted(bounds, tokens, right=True)
         return cls(bounds, longest, bounds[place - 1], bounds[place])

@@ -87,6 +87,7 @@ def test_bad_settings(arguments, parts):
     ({"rotary_share": 0.0}, "--rotary_share 0.0 --qk_dim 32: at least one pair"),
     ({"gate_channels": 130, "width": 256}, "--gate_channels 130: use at most 128"),
     ({"ngram_beta2": 0.0}, "--ngram_beta2 0.0: use more than 0"),
+    ({"copy_channels": 512}, "--copy_channels 512 --attention_scale 0.1: their product is at most 40"),
     ({"width": 16_384}, "--width 16384: use at most 8192"),
     ({"val_chunk": 100}, "--width 64 --val_chunk 100: use multiples of 16"),
 ])
@@ -240,7 +241,7 @@ def test_paths_that_are_something_else(tmp_path, shards):
                                                        DATA_PATH=str(shards))
 
 
-@pytest.mark.parametrize("backend", ["flash4", "varlen"])
+@pytest.mark.parametrize("backend", ["bounded", "flash4", "varlen"])
 def test_attention_that_needs_a_gpu(shards, backend):
     line = refusal("--attention", backend, DATA_PATH=str(shards))
     assert f"--attention {backend}: it does not run here (no GPU); use auto or plain" in line

@@ -162,7 +162,7 @@ def test_a_model_without_ngrams_reads_on(config, tmp_path):
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["varlen", "flash4"])
+@pytest.mark.parametrize("backend", ["bounded", "varlen", "flash4"])
 def test_a_model_from_a_machine_with_another_attention(trained, tmp_path, shards, backend):
     shutil.copytree(trained[0], tmp_path / "model")
     change(tmp_path / "model", "config.json",

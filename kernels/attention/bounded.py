@@ -1,13 +1,14 @@
 """softmax(scale · q kᵀ) v, causal, over a sliding window within each document, for normed queries and keys.
 
-All queries and keys have the norm √channels ("QK-norm"), so no score is above bound = scale · channels. Sums
-of e^(s − bound) then need no maximum of the scores. Tiles of keys only add up, and nothing is rescaled when a
-larger score comes:
+Queries have the norm √channels, and so have keys, or at most √2 times that where half of a key is the token
+before's (the key offset). So no score is above √2 bound, with bound = scale · channels. Sums of e^(s − bound)
+then need no maximum of the scores. Tiles of keys only add up, and nothing is rescaled when a larger score
+comes:
 
     out_t = Σ_j e^(s_tj − bound) v_j / Σ_j e^(s_tj − bound)
 
-The smallest e^(s − bound) is e^(−2 bound), 10⁻¹¹ for scores up to 12.5, and the sums are float32. Backward
-computes the scores again, in two launches. With P = e^(s − log Σ e^s) and the products d_t = out_t · grad_t
+The sums are float32. With a bound of at most `LARGEST` they neither overflow nor vanish. Backward computes
+the scores again, in two launches. With P = e^(s − log Σ e^s) and the products d_t = out_t · grad_t
 
     ∂s_tj = P_tj (grad_t · v_j − d_t)     ∂q_t = scale Σ_j ∂s_tj k_j     ∂k_j = scale Σ_t ∂s_tj q_t
     ∂v_j = Σ_t P_tj grad_t
@@ -15,8 +16,8 @@ computes the scores again, in two launches. With P = e^(s − log Σ e^s) and th
 No program adds to what another one writes, so repeated runs are equal bit for bit.
 
 A program takes a tile of tokens of one head, wherever sequences begin. Sequences of the records' corpus have
-some 800 tokens, and windows 128 to 1,408. So a program has few tiles of keys to go through, and much of its
-time goes into its beginning and its end. Two or three of these programs fit a multiprocessor and fill each
+some 800 tokens, and most windows 128 to 1,408. So a program has few tiles of keys to go through, and much of
+its time goes into its beginning and its end. Two to four of these programs fit a multiprocessor and fill each
 other's gaps.
 """
 import math
@@ -28,36 +29,38 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.bounded_kernels import forward_kernel, key_kernel, query_kernel
-from kernels.backend import check, triton
+from kernels.attention.plain import attention_reference
+from kernels.backend import check, tiled, triton
 from kernels.example import Example, both_ways
 from kernels.sequence import Sequences
 
 # (queries, keys, warps, stages) of the tiles of each kernel: forward, of the queries' gradient, of the keys'.
-# The tile that a program keeps is a multiple of the other. The first is used.
+# A program keeps one tile and goes through others. The kept one has a multiple of their tokens, so that what
+# needs no mask begins and ends between tiles. The first of these is used.
 CONFIGS = [((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
            ((64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2)),
            ((128, 32, 8, 3), (128, 64, 8, 2), (32, 64, 4, 2))]
+CHANNELS = 16, 32, 64, 128
+# scale · channels. YaRN may add a fifth to the scale: e^(-2.4 · 1.2 · 30) is the least that float32 holds.
+LARGEST = 30.0
 
 
-def tiled(x: Tensor, tokens: int):
-    """A descriptor of x (n, heads, channels) or (heads, places) by tiles of so many tokens of one head."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-    if x.ndim == 2:
-        return TensorDescriptor.from_tensor(x.flatten(), [tokens])
-    return TensorDescriptor.from_tensor(x.flatten(1), [tokens, x.shape[2]])
+def by_head(tokens: int, *inputs: Tensor) -> list:
+    """Descriptors of (n, heads, channels) each, by tiles of so many tokens of one head."""
+    return [tiled(x.flatten(1), tokens, x.shape[2]) for x in inputs]
 
 
 class BoundedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, first, end, window, scale, tuned):
         (n, heads, channels), (rows, columns, warps, stages) = q.shape, tuned[0]
-        rate = scale * math.log2(math.e)
-        out, places = torch.empty_like(v), triton.cdiv(n, 4) * 4     # of a head's sums, by 16 bytes
+        rate, window = scale * math.log2(math.e), min(window, n)
+        out, places = torch.empty_like(v), triton.cdiv(n, 4) * 4    # A head's sums fill 16 bytes' multiple.
         sums = torch.empty(heads, places, dtype=torch.float32, device=q.device)
         if n:
             forward_kernel[(triton.cdiv(n, rows) * heads,)](
-                q, tiled(k, columns), tiled(v, columns), tiled(out, rows), first, sums, n, places,
-                window, rate, rate * channels, HEADS=heads, num_warps=warps, num_stages=stages)
+                q, *by_head(columns, k, v), *by_head(rows, out), first, sums, n, places, window, rate,
+                rate * channels, HEADS=heads, num_warps=warps, num_stages=stages)
         ctx.save_for_backward(q, k, v, out, sums, first, end)
         ctx.numbers, ctx.tuned = (n, places, window, rate, scale), tuned
         return out
@@ -70,18 +73,18 @@ class BoundedAttention(torch.autograd.Function):
         if n:
             rows, columns, warps, stages = ctx.tuned[1]
             query_kernel[(triton.cdiv(n, rows) * heads,)](
-                q, tiled(k, columns), tiled(v, columns), out, grad, tiled(q_grad, rows), first, sums,
-                products, *ctx.numbers, HEADS=heads, num_warps=warps, num_stages=stages)
+                q, *by_head(columns, k, v), out, grad, *by_head(rows, q_grad), first, sums, products,
+                *ctx.numbers, HEADS=heads, num_warps=warps, num_stages=stages)
             rows, columns, warps, stages = ctx.tuned[2]
             key_kernel[(triton.cdiv(n, columns) * heads,)](
-                tiled(q, rows), k, v, tiled(grad, rows), tiled(k_grad, columns), tiled(v_grad, columns), end,
-                tiled(sums, rows), tiled(products, rows), *ctx.numbers, HEADS=heads, num_warps=warps,
-                num_stages=stages)
+                *by_head(rows, q), k, v, *by_head(rows, grad), *by_head(columns, k_grad, v_grad), end,
+                tiled(sums.flatten(), rows), tiled(products.flatten(), rows), *ctx.numbers, HEADS=heads,
+                num_warps=warps, num_stages=stages)
         return q_grad, k_grad, v_grad, None, None, None, None, None
 
 
 def bounded_attention(
-    q: Tensor,  # (n, heads, qk_dim), contiguous; each head of each token has the norm √qk_dim
+    q: Tensor,  # (n, heads, qk_dim), contiguous; each head of each token has at most the norm √2 · √qk_dim
     k: Tensor,  # like q
     v: Tensor,  # (n, heads, head_dim), contiguous, of q's dtype
     sequences: Sequences,
@@ -89,24 +92,18 @@ def bounded_attention(
     scale: float,  # of the scores
     tuned: tuple = CONFIGS[0],
 ) -> Tensor:
-    """(n, heads, head_dim), like v. Numbers of channels are powers of two from 16 to 128.
+    """(n, heads, head_dim), like v.
 
-    With queries or keys that are longer, sums overflow where a score is more than 88 above the bound.
+    qk_dim and head_dim are among `CHANNELS`; the product qk_dim · scale is at most `LARGEST`.
+
+    With longer queries or keys, sums overflow where a score is more than 88 above scale · qk_dim.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        fits = x.ndim == 3 and x.shape[:2] == q.shape[:2] and x.shape[2] in (16, 32, 64, 128)
+        fits = x.ndim == 3 and x.shape[:2] == q.shape[:2] and x.shape[2] in CHANNELS
         check(fits and x.is_contiguous() and x.dtype == q.dtype, name, x,
               f"contiguous ({len(q)}, heads, 16, 32, 64 or 128) in {q.dtype}")
     check(k.shape == q.shape, "k", k, "like q")
     return BoundedAttention.apply(q, k, v, sequences.first, sequences.end, window, scale, tuned)
-
-
-def reference(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int) -> Tensor:
-    """Dense attention, of inputs of any dtype."""
-    place, first = torch.arange(len(q), device=q.device), sequences.first
-    seen = (place <= place[:, None]) & (place >= torch.maximum(first, place - window)[:, None])
-    scores = torch.einsum("thc,jhc->htj", q, k) * q.shape[2] ** -0.5
-    return torch.einsum("htj,jhc->thc", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
@@ -131,7 +128,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         yield Example(
             "attention with bounded scores, both ways", f"{len(lengths)} × {max(lengths)}, window {window:,}",
             partial(inputs, lengths, heads, channels), partial(kernel, window),
-            lambda *given, window=window: reference(*given, window),
+            lambda *given, window=window: attention_reference(*given, window, given[0].shape[2] ** -0.5),
             flop=2.0 * pairs * (4 * channels[0] + 3 * channels[1]), check_inputs=few, compile=False,
             wrap=lambda function, grad=grad: lambda *given, **tuned: both_ways(
                 function, (grad[:len(given[0])],), (0, 1, 2))(*given, **tuned),

@@ -7,13 +7,15 @@ Each takes
     window                                              A token sees itself and so many tokens before it.
     scale                                               of the scores
 
-and returns (n, heads, head_dim). `attention_reference` is the plain PyTorch form.
+and returns (n, heads, head_dim). `bounded` wants queries and keys of a norm that is known, contiguous.
+`attention_reference` is the plain PyTorch form.
 
 Forward / backward in µs, 6 heads of 64 channels (values: 128), bf16, sequences of up to 2,048 tokens as in
 the records (torch 2.11, flash-attn-4 4.0.0b36 on an H200; bounded on an H100):
     32,768 tokens, window  128:  flash4  95 /   –     bounded  63 /   194
     98,304 tokens, window  640:  flash4 408 / 1,058   bounded 253 /   842
     98,304 tokens, window 1408:  flash4 468 / 1,219   bounded 328 / 1,070
+181 µs of flash4's backward pass are before and after its main kernel, measured for 98,304 tokens in a step.
 varlen took 1.8 to 1.9 times as long as flash4 (6 heads of 128, 49,152 tokens, window 1,408).
 FlashAttention: arXiv 2205.14135; version 4, github.com/Dao-AILab/flash-attention.
 """
@@ -26,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.bounded import bounded_attention
+from kernels.attention.bounded import CHANNELS, LARGEST, bounded_attention
+from kernels.attention.plain import attention_reference
 from kernels.sequence import Sequences
 
 
@@ -79,24 +82,6 @@ def varlen_attention(
     return out[..., :v.size(-1)]
 
 
-def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float
-) -> Tensor:
-    """Blocks of queries against the keys in their reach: memory grows with the window, not with n²."""
-    n, block = len(q), 512
-    position = torch.arange(n, device=q.device)
-    outputs = []
-    for first in range(0, n, block):
-        queries, keys = slice(first, first + block), slice(max(0, first - window), first + block)
-        distance = position[queries, None] - position[None, keys]
-        same_document = position[None, keys] >= sequences.first[queries, None]
-        mask = (distance >= 0) & (distance <= window) & same_document
-        heads_first = (x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys]))
-        out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale)
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     "bounded": bounded_attention,
     "flash4": flash4_attention,
@@ -105,8 +90,12 @@ ATTENTION: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def why_not(name: str, device: torch.device) -> str:
-    """Why the backend `name` does not run on `device`; empty if it does."""
+def why_not(name: str, device: torch.device, dims: tuple[int, int] = (64, 128), scale: float = 0.15) -> str:
+    """Why the backend `name` does not run on `device`; empty if it does.
+
+    `dims`: the channels of a head's queries and of its values; `scale`: of the scores. Both default to the
+    records'.
+    """
     if name == "plain":
         return ""
     if device.type != "cuda":
@@ -114,6 +103,9 @@ def why_not(name: str, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability < (8, 0):
         return "fused attention needs an Ampere GPU or newer"
+    if name == "bounded" and not (set(dims) <= set(CHANNELS) and scale * dims[0] <= LARGEST):
+        return (f"its heads have {', '.join(map(str, CHANNELS))} channels, "
+                f"and attention_scale · qk_dim is at most {LARGEST:g}")
     if name == "flash4":
         if capability < (9, 0):
             return "FlashAttention-4 needs Hopper or newer"
@@ -126,17 +118,17 @@ def why_not(name: str, device: torch.device) -> str:
     return ""
 
 
-def choose_attention(wanted: str, device: torch.device) -> tuple[str, str]:
+def choose_attention(wanted: str, device: torch.device, *shape) -> tuple[str, str]:
     """The backend to use on `device`, and why it is not the fastest one (empty if it is).
 
-    `wanted`: a name from `ATTENTION`, or "auto". "bounded" was timed on Hopper alone.
+    `wanted`: a name from `ATTENTION`, or "auto"; `shape`: as of `why_not`. "bounded" was timed on Hopper.
     """
     if wanted != "auto":
         return wanted, "as asked"
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     reasons = {}
     for name in ("bounded",) * hopper + ("flash4", "varlen"):
-        reasons[name] = why_not(name, device)
+        reasons[name] = why_not(name, device, *shape)
         if not reasons[name]:
             break
     else:

@@ -2,9 +2,11 @@
 
 Queries and keys have the norm √channels, so no score is above `bound`, and sums of 2^(score − bound) need no
 maximum. Scores are in units of log 2. A row t and a key j take part in a sum if j < t in one sequence. Only
-the first tiles of a program and the last ones hold pairs that do not, so only there a mask is applied.
+the first tiles of a program and the last ones can hold pairs that do not, so only there a mask is applied.
+Loops over keys say themselves how many stages they have. Triton would otherwise load what no matmul reads,
+the followers, only when it is needed.
 """
-from kernels.attention.bounded_kernels import keys_of, load_rows, only_seen
+from kernels.attention.bounded_kernels import dot, keys_of, load_rows, only_seen
 from kernels.backend import tl, triton
 
 
@@ -19,7 +21,7 @@ def pointer_kernel(q_ptr, k_desc, followers_desc, targets_ptr, first_ptr, matchi
     first, start, whole = keys_of(first_ptr, begin, row, n, n, ROWS, COLUMNS)
     matching, every = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     for key in tl.range(start, begin + ROWS, COLUMNS, num_stages=STAGES):
-        mass = tl.exp2(tl.dot(q, tl.trans(k_desc.load([key, 0]))) * rate - bound)
+        mass = tl.exp2(dot(q, tl.trans(k_desc.load([key, 0]))) * rate - bound)
         mass = only_seen(mass, key, first, row - 1, whole, begin)
         match = followers_desc.load([key])[None, :] == target[:, None]
         matching += tl.sum(tl.where(match, mass, 0.0), 1)
@@ -64,11 +66,11 @@ def query_kernel(q_ptr, k_desc, q_grad_desc, followers_desc, targets_ptr, first_
     grad = tl.zeros((ROWS, CHANNELS), tl.float32)
     for key in tl.range(start, begin + ROWS, COLUMNS, num_stages=STAGES):
         k = k_desc.load([key, 0])
-        mass = tl.exp2(tl.dot(q, tl.trans(k)) * rate - bound)
+        mass = tl.exp2(dot(q, tl.trans(k)) * rate - bound)
         mass = only_seen(mass, key, first, row - 1, whole, begin)
         match = followers_desc.load([key])[None, :] == target[:, None]
         score_grad = mass * (on_every[:, None] + tl.where(match, on_match[:, None], 0.0))
-        grad = tl.dot(score_grad.to(k.dtype), k, grad)
+        grad = dot(score_grad.to(k.dtype), k, grad)
     q_grad_desc.store([begin, 0], (grad * scale).to(q_grad_desc.dtype))
 
 
@@ -87,12 +89,11 @@ def key_kernel(q_desc, k_ptr, k_grad_desc, followers_ptr, targets_desc, end_ptr,
     whole = tl.load(end_ptr + begin) // ROWS * ROWS
     grad = tl.zeros((COLUMNS, CHANNELS), tl.float32)
     for start in range(begin, stop, ROWS):
-        row, q = start + tl.arange(0, ROWS), q_desc.load([start, 0])
+        q = q_desc.load([start, 0])
         on_match, on_every = on_match_desc.load([start]), on_every_desc.load([start])
-        mass = tl.exp2(tl.dot(k, tl.trans(q)) * rate - bound)
-        if (start < begin + COLUMNS) | (start >= whole):
-            mass = tl.where((row[None, :] > key[:, None]) & (row[None, :] < end[:, None]), mass, 0.0)
+        mass = tl.exp2(dot(k, tl.trans(q)) * rate - bound)
+        mass = only_seen(mass, start, key + 1, end - 1, begin + COLUMNS, whole)
         match = follower[:, None] == targets_desc.load([start])[None, :]
         score_grad = mass * (on_every[None, :] + tl.where(match, on_match[None, :], 0.0))
-        grad = tl.dot(score_grad.to(q.dtype), q, grad)
+        grad = dot(score_grad.to(q.dtype), q, grad)
     k_grad_desc.store([begin, 0], (grad * scale).to(k_grad_desc.dtype))

@@ -11,6 +11,7 @@ import torch
 from data.classes import GPT2_SIZE
 from kernels import ngrams
 from kernels.attention import ATTENTION, why_not
+from kernels.copying.pointer import LARGEST
 from records.run.kinds import Between, OneOf
 from records.run.settings import UserError, check, defaults, shown
 
@@ -106,6 +107,9 @@ def kernel_faults(c) -> Iterator[Fault]:
     channels = c.copy_channels
     yield (channels and (channels < 16 or channels & (channels - 1)) and not off & {"all", "pointer_sums"},
            "copy_channels", "use 0, a power of two from 16 on, or --reference pointer_sums")
+    yield (channels * c.attention_scale > LARGEST and not off & {"all", "pointer_sums"},
+           "copy_channels attention_scale",
+           f"their product is at most {LARGEST:g}, or --reference pointer_sums")
     yield (c.smear and c.gate_channels > 128 and not off & {"all", "smear"}, "gate_channels",
            "use at most 128, or --reference smear")
     yield (c.ngram_beta2 == 0 and not off & {"all", "row_adam", "lookup"}, "ngram_beta2",
@@ -135,7 +139,8 @@ def check_machine(config, ranks: int, device: torch.device) -> None:
         raise UserError(f"--ngram_block {block}: use a power of two that divides a rank's {columns} columns")
     if device.type == "cuda":
         refuse(config, kernel_faults(config))
-    if config.attention != "auto" and (reason := why_not(config.attention, device)):
-        usable = [name for name in ATTENTION if not why_not(name, device)]
+    shape = (config.qk_dim, config.head_dim), config.attention_scale
+    if config.attention != "auto" and (reason := why_not(config.attention, device, *shape)):
+        usable = [name for name in ATTENTION if not why_not(name, device, *shape)]
         raise UserError(f"--attention {config.attention}: it does not run here ({reason}); use auto or "
                         f"{' or '.join(usable)}")

@@ -1,11 +1,14 @@
 """Attention's backends against dense attention in float64, and what is asked of the libraries behind them."""
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checks import DEVICE
 
-from kernels.attention.flash import ATTENTION, choose_attention, fit_tiles
+from kernels.attention.bounded import LARGEST, bounded_attention
+from kernels.attention.flash import ATTENTION, choose_attention, fit_tiles, why_not
 from kernels.sequence import Sequences
 
 HERE = ["plain", "bounded"]
@@ -29,7 +32,8 @@ def dense_attention(q, k, v, cu_seqlens, window, scale):
 def test_attention_backends_against_dense_attention(backend, window, dims):
     n, dtype = 1100, torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
     cu_seqlens = torch.tensor([0, 3, 700, 701, 1000, n, n, n], dtype=torch.int32)
-    q, k, v = (torch.randn(n, 2, dim, dtype=dtype).requires_grad_() for dim in (dims[0], *dims))
+    q, k, v = (F.rms_norm(torch.randn(n, 2, dim), (dim,)).to(dtype).requires_grad_()
+               for dim in (dims[0], *dims))
     q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
     expected = dense_attention(q64, k64, v64, cu_seqlens[:6], window, 0.1)
     weight = torch.randn_like(expected)
@@ -41,6 +45,59 @@ def test_attention_backends_against_dense_attention(backend, window, dims):
     torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
     for x, x64 in zip(on_device, (q64, k64, v64)):
         torch.testing.assert_close(x.grad.cpu().double(), x64.grad, atol=2 * tolerance, rtol=tolerance)
+
+
+def same_as_plain(q, k, v, window, scale, tolerance=1e-5):
+    """Of two sequences, the first a third as long as the second."""
+    bounds = torch.tensor([0, len(q) // 4, len(q)], dtype=torch.int32, device=DEVICE)
+    sequences = Sequences.of(bounds, len(q), len(q))
+    results = []
+    for backend in (ATTENTION["plain"], bounded_attention):
+        leaves = [x.clone().requires_grad_() for x in (q, k)] + [v.detach().requires_grad_()]
+        out = backend(*leaves, sequences, window, scale)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for plain, bounded in zip(*results):
+        torch.testing.assert_close(bounded, plain, atol=tolerance, rtol=tolerance)
+
+
+def normed(n: int, channels: int = 16) -> torch.Tensor:
+    return F.rms_norm(torch.randn(n, 2, channels, device=DEVICE), (channels,))
+
+
+@pytest.mark.parametrize("n", [0, 1, 63, 66, 131])
+@pytest.mark.parametrize("window", [0, 20, 2 ** 31 - 1])
+def test_bounded_attention_of_any_length_and_window(n, window):
+    same_as_plain(normed(n), normed(n), torch.randn(n, 2, 32, device=DEVICE), window, 0.2)
+
+
+def test_bounded_attention_of_the_largest_scores_and_of_misaligned_values():
+    """Queries and keys are one vector or its opposite: all scores of a row may be as low as possible."""
+    sign = torch.tensor([1.0, -1.0], device=DEVICE)[torch.randint(2, (70, 2, 1), device=DEVICE)]
+    values = torch.randn(1 + 70 * 2 * 16, device=DEVICE)[1:].view(70, 2, 16)
+    assert values.data_ptr() % 16
+    queries = torch.ones(70, 2, 16, device=DEVICE)
+    same_as_plain(queries, 2 ** 0.5 * sign * queries, values, 8, 1.2 * LARGEST / 16, 1e-4)
+
+
+@pytest.mark.parametrize(("capability", "dims", "scale", "chosen"), [
+    ((9, 0), (64, 128), 0.15, "bounded"), ((9, 0), (96, 96), 0.15, "varlen"),
+    ((9, 0), (64, 128), 0.6, "varlen"), ((10, 0), (64, 128), 0.15, "varlen"),
+    ((8, 6), (64, 128), 0.15, "varlen"), ((7, 5), (64, 128), 0.15, "plain")])
+def test_the_backend_is_one_that_runs(monkeypatch, capability, dims, scale, chosen):
+    """On a machine without FlashAttention-4. What is not the fastest says why."""
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    gpu = torch.device("cuda", 0)
+    name, note = choose_attention("auto", gpu, dims, scale)
+    assert name == chosen and bool(note) == (chosen != "bounded")
+    assert not why_not(name, gpu, dims, scale)
+    assert bool(why_not("bounded", gpu, dims, scale)) == (dims[0] == 96 or scale > 0.5 or capability < (8, 0))
+
+
+def test_where_sequences_lie():
+    """Also with empty ones at the end."""
+    found = Sequences.of(torch.tensor([0, 2, 3, 6, 6, 6], dtype=torch.int32), 3, 6)
+    assert found.first.tolist() == [0, 0, 2, 3, 3, 3] and found.end.tolist() == [2, 2, 3, 6, 6, 6]
 
 
 def test_flash4_chooses_its_tiles_by_the_wider_heads():
