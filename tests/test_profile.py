@@ -10,6 +10,8 @@ def test_families_of_kernels():
     assert family("ncclDevKernel_ReduceScatter_Sum_bf16") == "communication"
     assert family("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT") == "matmul"
     assert family("kernel_cutlass_flash_attncuteflash_fwd_sm90") == "attention"
+    assert family("attention_key_kernel") == "attention"
+    assert family("pointer_kernel") == family("pointer_query_kernel") == "copy head"
     assert family("triton_red_fused__fused_rms_norm__to_copy_add_cat_mul_0") == "elementwise"
     assert {family(f"{name}_kernel") for name in ("residual", "residual_backward", "shared_rows", "row_norms",
                                                   "mlp_scales", "smear", "gradient_scales", "scaled",

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.bounded_kernels import forward_kernel, key_kernel, query_kernel
+from kernels.attention.bounded_kernels import attention_kernel, attention_key_kernel, attention_query_kernel
 from kernels.attention.plain import attention_reference
 from kernels.backend import check, tiled, triton
 from kernels.example import Example, both_ways
@@ -58,7 +58,7 @@ class BoundedAttention(torch.autograd.Function):
         out, places = torch.empty_like(v), triton.cdiv(n, 4) * 4    # A head's sums fill 16 bytes' multiple.
         sums = torch.empty(heads, places, dtype=torch.float32, device=q.device)
         if n:
-            forward_kernel[(triton.cdiv(n, rows) * heads,)](
+            attention_kernel[(triton.cdiv(n, rows) * heads,)](
                 q, *by_head(columns, k, v), *by_head(rows, out), first, sums, n, places, window, rate,
                 rate * channels, HEADS=heads, num_warps=warps, num_stages=stages)
         ctx.save_for_backward(q, k, v, out, sums, first, end)
@@ -72,11 +72,11 @@ class BoundedAttention(torch.autograd.Function):
         q_grad, k_grad, v_grad = map(torch.empty_like, (q, k, v))
         if n:
             rows, columns, warps, stages = ctx.tuned[1]
-            query_kernel[(triton.cdiv(n, rows) * heads,)](
+            attention_query_kernel[(triton.cdiv(n, rows) * heads,)](
                 q, *by_head(columns, k, v), out, grad, *by_head(rows, q_grad), first, sums, products,
                 *ctx.numbers, HEADS=heads, num_warps=warps, num_stages=stages)
             rows, columns, warps, stages = ctx.tuned[2]
-            key_kernel[(triton.cdiv(n, columns) * heads,)](
+            attention_key_kernel[(triton.cdiv(n, columns) * heads,)](
                 *by_head(rows, q), k, v, *by_head(rows, grad), *by_head(columns, k_grad, v_grad), end,
                 tiled(sums.flatten(), rows), tiled(products.flatten(), rows), *ctx.numbers, HEADS=heads,
                 num_warps=warps, num_stages=stages)

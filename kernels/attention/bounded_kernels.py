@@ -61,8 +61,8 @@ def only_seen(p, start, low, high, begin, end):
 
 
 @triton.jit
-def forward_kernel(q_ptr, k_desc, v_desc, out_desc, first_ptr, sums_ptr, n, places, window, rate, bound,
-                   HEADS: tl.constexpr):
+def attention_kernel(q_ptr, k_desc, v_desc, out_desc, first_ptr, sums_ptr, n, places, window, rate, bound,
+                     HEADS: tl.constexpr):
     ROWS: tl.constexpr = out_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     QK_DIM: tl.constexpr = k_desc.block_shape[1]
@@ -84,8 +84,8 @@ def forward_kernel(q_ptr, k_desc, v_desc, out_desc, first_ptr, sums_ptr, n, plac
 
 
 @triton.jit
-def query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_desc, first_ptr, sums_ptr,
-                 products_ptr, n, places, window, rate, scale, HEADS: tl.constexpr):
+def attention_query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_desc, first_ptr, sums_ptr,
+                           products_ptr, n, places, window, rate, scale, HEADS: tl.constexpr):
     """Also leaves each row's product of the output and its gradient, which the keys' kernel reads."""
     ROWS: tl.constexpr = q_grad_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
@@ -111,8 +111,8 @@ def query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_desc, firs
 
 
 @triton.jit
-def key_kernel(q_desc, k_ptr, v_ptr, out_grad_desc, k_grad_desc, v_grad_desc, end_ptr, sums_desc,
-               products_desc, n, places, window, rate, scale, HEADS: tl.constexpr):
+def attention_key_kernel(q_desc, k_ptr, v_ptr, out_grad_desc, k_grad_desc, v_grad_desc, end_ptr, sums_desc,
+                         products_desc, n, places, window, rate, scale, HEADS: tl.constexpr):
     ROWS: tl.constexpr = q_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_grad_desc.block_shape[0]
     QK_DIM: tl.constexpr = q_desc.block_shape[1]

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.backend import check, tiled, triton
-from kernels.copying.pointer_kernels import key_kernel, pointer_kernel, query_kernel
+from kernels.copying.pointer_kernels import pointer_kernel, pointer_key_kernel, pointer_query_kernel
 from kernels.example import Example, both_ways
 from kernels.sequence import Sequences
 
@@ -90,11 +90,11 @@ class PointerSums(torch.autograd.Function):
         n, channels = q.shape
         if n:
             rows, columns, warps, stages = ctx.tuned[1]
-            query_kernel[(triton.cdiv(n, rows),)](
+            pointer_query_kernel[(triton.cdiv(n, rows),)](
                 q, tiled(k, columns, channels), tiled(q_grad, rows, channels), tiled(followers, columns),
                 targets, first, *sums, *grads, *factors, *ctx.numbers, STAGES=stages, num_warps=warps)
             rows, columns, warps, stages = ctx.tuned[2]
-            key_kernel[(triton.cdiv(n, columns),)](
+            pointer_key_kernel[(triton.cdiv(n, columns),)](
                 tiled(q, rows, channels), k, tiled(k_grad, columns, channels), followers,
                 tiled(targets, rows), end, *(tiled(x, rows) for x in factors), *ctx.numbers, num_warps=warps,
                 num_stages=stages)

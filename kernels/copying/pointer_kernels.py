@@ -47,9 +47,9 @@ def factor(log_ptr, grad_ptr, row, n, bound):
 
 
 @triton.jit
-def query_kernel(q_ptr, k_desc, q_grad_desc, followers_desc, targets_ptr, first_ptr, matching_ptr, every_ptr,
-                 matching_grad_ptr, every_grad_ptr, on_match_ptr, on_every_ptr, n, rate, bound, scale,
-                 STAGES: tl.constexpr):
+def pointer_query_kernel(q_ptr, k_desc, q_grad_desc, followers_desc, targets_ptr, first_ptr, matching_ptr,
+                         every_ptr, matching_grad_ptr, every_grad_ptr, on_match_ptr, on_every_ptr, n, rate,
+                         bound, scale, STAGES: tl.constexpr):
     """Also leaves each row's two factors, which the keys' kernel reads."""
     ROWS: tl.constexpr = q_grad_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
@@ -75,8 +75,8 @@ def query_kernel(q_ptr, k_desc, q_grad_desc, followers_desc, targets_ptr, first_
 
 
 @triton.jit
-def key_kernel(q_desc, k_ptr, k_grad_desc, followers_ptr, targets_desc, end_ptr, on_match_desc,
-               on_every_desc, n, rate, bound, scale):
+def pointer_key_kernel(q_desc, k_ptr, k_grad_desc, followers_ptr, targets_desc, end_ptr, on_match_desc,
+                       on_every_desc, n, rate, bound, scale):
     ROWS: tl.constexpr = q_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_grad_desc.block_shape[0]
     CHANNELS: tl.constexpr = q_desc.block_shape[1]
