@@ -118,13 +118,14 @@ class Reader:
         rows = self.rows(self.tokens.flatten(), (self.age == 0).flatten(), count)
         return rows.unflatten(0, self.tokens.shape)[:, self.first:].flatten(0, 1)
 
-    def point(self, q: Tensor, k: Tensor, tokens: Tensor, targets: Tensor, *bounds_and_scale) -> tuple:
+    def point(self, q: Tensor, k: Tensor, tokens: Tensor, targets: Tensor, sequences: Sequences,
+              scale: float) -> tuple:
         """As `pointer_sums`, with the keys of earlier tokens; `pointed` gets the sums for every next token.
 
         -inf for tokens that are read again.
         """
         self.copied = torch.cat([self.copied, self.of_new(k).float()], 1)
-        scores = bounds_and_scale[-1] * self.of_new(q).float() @ self.copied[:, :-1].mT
+        scores = scale * self.of_new(q).float() @ self.copied[:, :-1].mT
         newest = torch.arange(scores.shape[2], device=q.device) - (self.tokens.shape[1] - self.new)
         distance = torch.arange(self.new, device=q.device)[:, None] - newest
         earlier = (distance > 0) & (distance <= self.age[:, -self.new:, None])

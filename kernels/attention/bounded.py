@@ -55,7 +55,8 @@ class BoundedAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, first, end, window, scale, tuned):
         (n, heads, channels), (rows, columns, warps, stages) = q.shape, tuned[0]
         rate, window = scale * math.log2(math.e), min(window, n)
-        out, places = torch.empty_like(v), triton.cdiv(n, 4) * 4    # A head's sums fill 16 bytes' multiple.
+        # Each head's sums begin at a multiple of 16 bytes, as descriptors want it.
+        out, places = torch.empty_like(v), triton.cdiv(n, 4) * 4
         sums = torch.empty(heads, places, dtype=torch.float32, device=q.device)
         if n:
             attention_kernel[(triton.cdiv(n, rows) * heads,)](
