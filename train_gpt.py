@@ -582,8 +582,7 @@ class GPT(nn.Module):
         shape = attention.HeadShape(config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
         q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, ngram_values, shape)
         window = context.step.windows[layer.long_window] * config.window_block
-        y = self.attention(
-            q, k, v, context.sequences, window, context.attention_scale)
+        y = self.attention(q, k, v, context.sequences, window, context.attention_scale)
         return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad._replace(buffer=grad_out))[0]
 
     def split_out(self, matrix: Tensor) -> tuple[Tensor, Tensor]:

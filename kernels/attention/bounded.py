@@ -41,7 +41,8 @@ CONFIGS = [((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
            ((64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2)),
            ((128, 32, 8, 3), (128, 64, 8, 2), (32, 64, 4, 2))]
 CHANNELS = 16, 32, 64, 128
-# scale · channels. YaRN may add a fifth to the scale: e^(-2.4 · 1.2 · 30) is the least that float32 holds.
+# The most that scale · channels may be. YaRN may add a fifth to the scale, and float32 holds little less than
+# e^(-2.4 · 1.2 · 30).
 LARGEST = 30.0
 
 

@@ -49,11 +49,19 @@ def keys_of(first_ptr, begin, row, n, window, ROWS: tl.constexpr, COLUMNS: tl.co
 
 
 @triton.jit
-def only_seen(p, start, low, high, begin, end):
-    """p, but 0 where a column's token is not one of those from low to high of its row.
+def own_tile(HEADS: tl.constexpr, TOKENS: tl.constexpr):
+    """The head of this program, where its tile of so many tokens begins, and these tokens."""
+    begin = tl.program_id(0) // HEADS * TOKENS
+    return tl.program_id(0) % HEADS, begin, begin + tl.arange(0, TOKENS)
+
+
+@triton.jit
+def powers(a, b, rate, shift, start, low, high, begin, end):
+    """2^(rate · a bᵀ − shift), but 0 where a column's token is not one of those from low to high of its row.
 
     Columns are the tokens from `start` on. Those from `begin` to `end` are seen by all rows.
     """
+    p = tl.exp2(dot(a, tl.trans(b)) * rate - shift)
     if (start < begin) | (start >= end):
         token = start + tl.arange(0, p.shape[1])
         p = tl.where((token[None, :] >= low[:, None]) & (token[None, :] <= high[:, None]), p, 0.0)
@@ -67,16 +75,14 @@ def attention_kernel(q_ptr, k_desc, v_desc, out_desc, first_ptr, sums_ptr, n, pl
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     QK_DIM: tl.constexpr = k_desc.block_shape[1]
     HEAD_DIM: tl.constexpr = v_desc.block_shape[1]
-    head, begin = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * ROWS
-    row = begin + tl.arange(0, ROWS)
+    head, begin, row = own_tile(HEADS, ROWS)
     q = load_rows(q_ptr, row, n, head, HEADS, QK_DIM)
     low, start, whole = keys_of(first_ptr, begin, row, n, window, ROWS, COLUMNS)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, HEAD_DIM), tl.float32)
     for key in range(start, begin + ROWS, COLUMNS):
         k, v = load_tile(k_desc, key, head), load_tile(v_desc, key, head)
-        p = tl.exp2(dot(q, tl.trans(k)) * rate - bound)
-        p = only_seen(p, key, low, row, whole, begin)
+        p = powers(q, k, rate, bound, key, low, row, whole, begin)
         total += tl.sum(p, 1)
         out = dot(p.to(v.dtype), v, out)
     store_tile(out_desc, begin, head, out / total[:, None])
@@ -91,8 +97,7 @@ def attention_query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     QK_DIM: tl.constexpr = k_desc.block_shape[1]
     HEAD_DIM: tl.constexpr = v_desc.block_shape[1]
-    head, begin = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * ROWS
-    row = begin + tl.arange(0, ROWS)
+    head, begin, row = own_tile(HEADS, ROWS)
     q = load_rows(q_ptr, row, n, head, HEADS, QK_DIM)
     out_grad = load_rows(out_grad_ptr, row, n, head, HEADS, HEAD_DIM)
     out = load_rows(out_ptr, row, n, head, HEADS, HEAD_DIM)
@@ -103,8 +108,7 @@ def attention_query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_
     grad = tl.zeros((ROWS, QK_DIM), tl.float32)
     for key in range(start, begin + ROWS, COLUMNS):
         k, v = load_tile(k_desc, key, head), load_tile(v_desc, key, head)
-        p = tl.exp2(dot(q, tl.trans(k)) * rate - log_sum[:, None])
-        p = only_seen(p, key, low, row, whole, begin)
+        p = powers(q, k, rate, log_sum[:, None], key, low, row, whole, begin)
         score_grad = p * (dot(out_grad, tl.trans(v)) - product[:, None])
         grad = dot(score_grad.to(k.dtype), k, grad)
     store_tile(q_grad_desc, begin, head, grad * scale)
@@ -117,8 +121,7 @@ def attention_key_kernel(q_desc, k_ptr, v_ptr, out_grad_desc, k_grad_desc, v_gra
     COLUMNS: tl.constexpr = k_grad_desc.block_shape[0]
     QK_DIM: tl.constexpr = q_desc.block_shape[1]
     HEAD_DIM: tl.constexpr = out_grad_desc.block_shape[1]
-    head, begin = tl.program_id(0) % HEADS, tl.program_id(0) // HEADS * COLUMNS
-    key = begin + tl.arange(0, COLUMNS)
+    head, begin, key = own_tile(HEADS, COLUMNS)
     k = load_rows(k_ptr, key, n, head, HEADS, QK_DIM)
     v = load_rows(v_ptr, key, n, head, HEADS, HEAD_DIM)
     # The last row that sees each key.
@@ -134,8 +137,7 @@ def attention_key_kernel(q_desc, k_ptr, v_ptr, out_grad_desc, k_grad_desc, v_gra
         q, out_grad = load_tile(q_desc, start, head), load_tile(out_grad_desc, start, head)
         place = head * places + start
         log_sum, product = sums_desc.load([place]), products_desc.load([place])
-        p = tl.exp2(dot(k, tl.trans(q)) * rate - log_sum[None, :])
-        p = only_seen(p, start, key, high, begin + COLUMNS, whole)
+        p = powers(k, q, rate, log_sum[None, :], start, key, high, begin + COLUMNS, whole)
         v_grad = dot(p.to(q.dtype), out_grad, v_grad)
         score_grad = p * (dot(v, tl.trans(out_grad)) - product[None, :])
         k_grad = dot(score_grad.to(q.dtype), q, k_grad)

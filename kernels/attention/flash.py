@@ -53,10 +53,17 @@ def by_the_wider(choose: Callable) -> Callable:
     return tiles
 
 
+def import_flash4() -> None:
+    """ImportError where it is missing. By the variable it keeps compiled kernels for the next start."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    import flash_attn.cute  # noqa: F401
+
+
 def flash4_attention(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float
 ) -> Tensor:
     """FlashAttention-4; repeatable bit for bit where torch is asked for deterministic algorithms."""
+    import_flash4()
     from flash_attn.cute import flash_attn_varlen_func, interface
     if q.size(-1) != v.size(-1):
         fit_tiles(interface)
@@ -109,10 +116,8 @@ def why_not(name: str, device: torch.device, dims: tuple[int, int] = (64, 128), 
     if name == "flash4":
         if capability < (9, 0):
             return "FlashAttention-4 needs Hopper or newer"
-        # FlashAttention-4 reads this when it is imported: its compiled kernels are kept for the next start.
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
         try:
-            import flash_attn.cute  # noqa: F401
+            import_flash4()
         except ImportError as error:
             return f"FlashAttention-4 is not usable ({error}); `pip install --pre flash-attn-4`"
     return ""
@@ -126,11 +131,8 @@ def choose_attention(wanted: str, device: torch.device, *shape) -> tuple[str, st
     if wanted != "auto":
         return wanted, "as asked"
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    reasons = {}
-    for name in ("bounded",) * hopper + ("flash4", "varlen"):
-        reasons[name] = why_not(name, device, *shape)
-        if not reasons[name]:
-            break
-    else:
-        name = "plain"
-    return name, next(iter(reasons.values()))
+    note, names = "", [name for name in ATTENTION if hopper or name != "bounded"]   # the fastest first
+    while reason := why_not(names[0], device, *shape):
+        note = note or reason
+        names.pop(0)
+    return names[0], note

@@ -6,7 +6,7 @@ the first tiles of a program and the last ones can hold pairs that do not, so on
 Loops over keys say themselves how many stages they have. Triton would otherwise load what no matmul reads,
 the followers, only when it is needed.
 """
-from kernels.attention.bounded_kernels import dot, keys_of, load_rows, only_seen
+from kernels.attention.bounded_kernels import dot, keys_of, load_rows, own_tile, powers
 from kernels.backend import tl, triton
 
 
@@ -14,15 +14,13 @@ from kernels.backend import tl, triton
 def pointer_kernel(q_ptr, k_desc, followers_desc, targets_ptr, first_ptr, matching_ptr, every_ptr, n, rate,
                    bound, ROWS: tl.constexpr, STAGES: tl.constexpr):
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
-    begin = tl.program_id(0) * ROWS
-    row = begin + tl.arange(0, ROWS)
+    _, begin, row = own_tile(1, ROWS)
     q = load_rows(q_ptr, row, n, 0, 1, k_desc.block_shape[1])
     target = tl.load(targets_ptr + row, mask=row < n, other=-2)
     first, start, whole = keys_of(first_ptr, begin, row, n, n, ROWS, COLUMNS)
     matching, every = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     for key in tl.range(start, begin + ROWS, COLUMNS, num_stages=STAGES):
-        mass = tl.exp2(dot(q, tl.trans(k_desc.load([key, 0]))) * rate - bound)
-        mass = only_seen(mass, key, first, row - 1, whole, begin)
+        mass = powers(q, k_desc.load([key, 0]), rate, bound, key, first, row - 1, whole, begin)
         match = followers_desc.load([key])[None, :] == target[:, None]
         matching += tl.sum(tl.where(match, mass, 0.0), 1)
         every += tl.sum(mass, 1)
@@ -54,8 +52,7 @@ def pointer_query_kernel(q_ptr, k_desc, q_grad_desc, followers_desc, targets_ptr
     ROWS: tl.constexpr = q_grad_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     CHANNELS: tl.constexpr = k_desc.block_shape[1]
-    begin = tl.program_id(0) * ROWS
-    row = begin + tl.arange(0, ROWS)
+    _, begin, row = own_tile(1, ROWS)
     q = load_rows(q_ptr, row, n, 0, 1, CHANNELS)
     target = tl.load(targets_ptr + row, mask=row < n, other=-2)
     on_match = factor(matching_ptr, matching_grad_ptr, row, n, bound)
@@ -66,8 +63,7 @@ def pointer_query_kernel(q_ptr, k_desc, q_grad_desc, followers_desc, targets_ptr
     grad = tl.zeros((ROWS, CHANNELS), tl.float32)
     for key in tl.range(start, begin + ROWS, COLUMNS, num_stages=STAGES):
         k = k_desc.load([key, 0])
-        mass = tl.exp2(dot(q, tl.trans(k)) * rate - bound)
-        mass = only_seen(mass, key, first, row - 1, whole, begin)
+        mass = powers(q, k, rate, bound, key, first, row - 1, whole, begin)
         match = followers_desc.load([key])[None, :] == target[:, None]
         score_grad = mass * (on_every[:, None] + tl.where(match, on_match[:, None], 0.0))
         grad = dot(score_grad.to(k.dtype), k, grad)
@@ -80,8 +76,7 @@ def pointer_key_kernel(q_desc, k_ptr, k_grad_desc, followers_ptr, targets_desc, 
     ROWS: tl.constexpr = q_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_grad_desc.block_shape[0]
     CHANNELS: tl.constexpr = q_desc.block_shape[1]
-    begin = tl.program_id(0) * COLUMNS
-    key = begin + tl.arange(0, COLUMNS)
+    _, begin, key = own_tile(1, COLUMNS)
     k = load_rows(k_ptr, key, n, 0, 1, CHANNELS)
     follower = tl.load(followers_ptr + key, mask=key < n, other=-1)
     end = tl.load(end_ptr + key, mask=key < n, other=0)
@@ -91,8 +86,7 @@ def pointer_key_kernel(q_desc, k_ptr, k_grad_desc, followers_ptr, targets_desc, 
     for start in range(begin, stop, ROWS):
         q = q_desc.load([start, 0])
         on_match, on_every = on_match_desc.load([start]), on_every_desc.load([start])
-        mass = tl.exp2(dot(k, tl.trans(q)) * rate - bound)
-        mass = only_seen(mass, start, key + 1, end - 1, begin + COLUMNS, whole)
+        mass = powers(k, q, rate, bound, start, key + 1, end - 1, begin + COLUMNS, whole)
         match = follower[:, None] == targets_desc.load([start])[None, :]
         score_grad = mass * (on_every[None, :] + tl.where(match, on_match[None, :], 0.0))
         grad = dot(score_grad.to(q.dtype), q, grad)

@@ -90,6 +90,7 @@ def test_the_backend_is_one_that_runs(monkeypatch, capability, dims, scale, chos
     gpu = torch.device("cuda", 0)
     name, note = choose_attention("auto", gpu, dims, scale)
     assert name == chosen and bool(note) == (chosen != "bounded")
+    assert ("channels" in note) == (capability == (9, 0) and chosen == "varlen")    # the fastest one's reason
     assert not why_not(name, gpu, dims, scale)
     assert bool(why_not("bounded", gpu, dims, scale)) == (dims[0] == 96 or scale > 0.5 or capability < (8, 0))
 
