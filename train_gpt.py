@@ -106,8 +106,7 @@ class Stage:
     lr_scale: Factor                # multiplies every learning rate
     multi_token: tuple[tuple[Factor, Factor], ...]  # loss weights of the next tokens: (start, end)
     # Training computes logits for the targets and a sample that stands for all other tokens (Jean et al.,
-    # arXiv 1412.2007; @devenpzak #360); validation is exact. Drawn uniformly, not by importance
-    # (data/loader.py), it costs 0.004 of loss and saves 7.6 s (A).
+    # arXiv 1412.2007; @devenpzak #360); validation is exact. It costs 0.004 of loss; saves 7.6 s (A).
     softmax_samples: Count = 8192   # 0: all tokens
 
 
@@ -300,7 +299,7 @@ PRESETS = {
         SPEEDRUN, preset="corpus", layers=SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:], data_path="",
         keep_tails=True, micro_batches=2, ngram_rows=268_435_456, ngram_classes=True,
         near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
-        slow_share=0.4, steps=1325, shared_updates=True, softmax_tokens=16_384, canonical=True, val_fp8=False,
+        slow_share=0.4, steps=1345, shared_updates=True, softmax_tokens=16_384, canonical=True, val_fp8=False,
         score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
@@ -605,8 +604,7 @@ class GPT(nn.Module):
         if not len(batch.candidates):
             return ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
         return loss.sampled_head_loss(
-            ops.head_loss, ops.lookup, x, self.head, wanted, batch.candidates,
-            batch.weights.view(torch.float32), in_fp8)
+            ops.head_loss, ops.lookup, x, self.head, wanted, batch.candidates, in_fp8)
 
     def mlp_weights(self, i: int) -> tuple[Tensor, Tensor]:
         first = len(self.config.layers) + 2 * i

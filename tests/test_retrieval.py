@@ -29,7 +29,7 @@ def random_batches(steps: int, micro_batches: int, n: int, vocabulary: int) -> l
         begins = np.union1d([0], rng.choice(n, 6)).tolist()
         tokens = torch.from_numpy(rng.integers(0, vocabulary, n).astype(np.int32))
         cu_seqlens = torch.tensor(begins + [n] * (8 - len(begins)), dtype=torch.int32)
-        made.append(train_gpt.Batch(tokens, tokens, cu_seqlens, tokens[:0], tokens[:0], n))
+        made.append(train_gpt.Batch(tokens, tokens, cu_seqlens, tokens[:0], n))
     return [made[i:i + micro_batches] for i in range(0, len(made), micro_batches)]
 
 
@@ -114,7 +114,7 @@ def test_what_fills_a_batch_up_is_no_text():
     guesses = Guesses((), (1, 2), 1000, 64, suffix_keys, CPU)
     tokens = torch.tensor([9, 0, 0, 7, 5] + [0] * 11)
     batch = train_gpt.Batch(tokens.int(), torch.tensor([0, 0, 7, 5, 6] + [-1] * 11).int(),
-                            torch.tensor([0, 5, 16]).int(), tokens[:0].int(), tokens[:0], 11)
+                            torch.tensor([0, 5, 16]).int(), tokens[:0].int(), 11)
     guesses.learn([batch], Collectives(1).all_gathered)
     assert guesses.index.written().tolist() == [-10, 1, 1, 8, 6] + [-1] * 11
 
