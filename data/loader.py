@@ -251,7 +251,8 @@ class Loader:
         """How each part of micro-batch `i` of a step draws its candidates.
 
         With `softmax_turns` tokens stand in one random order, and the parts of the whole step begin at equal
-        distances in it. So each token is in as many samples as any other, or in one more.
+        distances in it. So tokens that are no targets are in nearly equally many samples: a part passes over
+        its targets, and so reaches a little less or more far than the others.
         """
         settings, seed = self.settings, [self.settings.seed % 2**32, index]
         if not settings.softmax_turns:

@@ -243,7 +243,7 @@ def test_candidates_depend_on_the_seed_and_the_step_alone(sampled, ranks):
 
 @pytest.mark.parametrize("turns", [True, False])
 def test_samples_of_a_step_may_take_turns(sampled, turns):
-    """Each token that is nowhere a target is then in as many samples as any other, or in one more."""
+    """Tokens that are nowhere targets are then in equally many samples, give or take one."""
     config = replace(sampled, softmax_turns=turns, micro_batches=4, softmax_tokens=32)
     plan = [batch for rank in range(2) for batch in loader(config, rank, 2).batches(0)]
     samples = torch.cat([batch.candidates for batch in plan])
