@@ -178,7 +178,6 @@ class Config:
     canonical: bool = False
     # So many tokens share a softmax's sample; fewer have fewer targets, which saves logits. 0: all of them.
     softmax_tokens: Count = 0       # 16,384 of 49,152 save 1.4 to 3.3% of the time, for 0.001 to 0.002.
-    softmax_turns: bool = False     # Samples of a step hold all tokens about equally often. Not measured yet.
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True

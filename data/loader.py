@@ -1,7 +1,7 @@
 """Batches: which sequences each step trains on, planned a little ahead. What is scored: scoring.py."""
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.packing import ShardedText, in_turn, pack, round_up, sample_candidates, sample_parts, uniformly
+from data.packing import ShardedText, pack, round_up, sample_candidates, sample_parts
 from data.shards import ShardError, shards_in
 
 AHEAD = 4           # steps whose batches are made before they are asked for
@@ -37,7 +37,6 @@ class TextSettings:
     micro_batches: int          # in how many parts the batch of a step is packed, on any number of ranks
     seed: int                   # of the sample of a sampled softmax; nothing else here depends on it
     softmax_tokens: int = 0     # about so many tokens of a micro-batch share a sample; 0: all
-    softmax_turns: bool = False     # The samples of a step hold each token about equally often.
 
     @classmethod
     def of(cls, config) -> "TextSettings":
@@ -240,26 +239,12 @@ class Loader:
             sequences = self.plan.sequences(self.plan.of(index)[i], shape.sequence_length)
             batch = make_batch(sequences, n, self.most(shape), shape.sequence_length, settings.document_start)
             if count := self.candidates_of(shape):
+                generator = np.random.default_rng([settings.seed % 2**32, index, i])
                 parts = batch.targets.numpy().reshape(parts_of(settings, shape), -1)
-                drawn = [sample_candidates(part, count, settings.padded_vocab, draw)
-                         for part, draw in zip(parts, self.draws(index, i, len(parts)))]
+                drawn = [sample_candidates(part, count, settings.padded_vocab, generator) for part in parts]
                 batch = batch._replace(candidates=torch.from_numpy(np.stack(drawn)))
             batches.append(batch)
         return batches
-
-    def draws(self, index: int, i: int, parts: int) -> list[Callable[[np.ndarray, int], np.ndarray]]:
-        """How each part of micro-batch `i` of a step draws its candidates.
-
-        With `softmax_turns` tokens stand in one random order, and the parts of the whole step begin at equal
-        distances in it. So tokens that are no targets are in nearly equally many samples: a part passes over
-        its targets, and so reaches a little less or more far than the others.
-        """
-        settings, seed = self.settings, [self.settings.seed % 2**32, index]
-        if not settings.softmax_turns:
-            return [uniformly(np.random.default_rng([*seed, i]))] * parts
-        places = np.random.default_rng(seed).permutation(settings.padded_vocab)
-        distance = len(places) / (parts * settings.micro_batches)
-        return [in_turn(places, int((i * parts + part) * distance)) for part in range(parts)]
 
     def prefetch(self, indices: Collection[int]) -> Iterator[list[Batch]]:
         """The batches of these steps, made a few ahead by a thread that also brings them to a GPU.

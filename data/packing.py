@@ -1,7 +1,6 @@
 """Documents into sequences, sequences packed end to end: the arithmetic of batches, in numpy."""
-from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
+from typing import Iterable
 
 import numpy as np
 
@@ -65,11 +64,8 @@ def sample_parts(n: int, share: int) -> int:
 
 
 def sample_candidates(targets: np.ndarray, count: int, vocabulary: int,
-                      draw: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
-    """`count` tokens, ascending, int32: the targets (n,), without -1, and a sample of the rest.
-
-    `draw` takes so many of the rest: `uniformly`, or `in_turn`.
-    """
+                      generator: np.random.Generator) -> np.ndarray:
+    """`count` tokens, ascending, int32: the targets (n,), without -1, and a uniform sample of the rest."""
     chosen = np.zeros(vocabulary, bool)
     chosen[targets[targets >= 0]] = True
     others = np.flatnonzero(~chosen)
@@ -77,20 +73,8 @@ def sample_candidates(targets: np.ndarray, count: int, vocabulary: int,
     if missing < 0:
         raise ShardError(f"{count - missing} different targets in a batch with {count} candidates; "
                          "raise --softmax_samples")
-    chosen[draw(others, missing)] = True
+    chosen[generator.choice(others, missing, replace=False, shuffle=False)] = True
     return np.flatnonzero(chosen).astype(np.int32)
-
-
-def uniformly(generator: np.random.Generator) -> Callable[[np.ndarray, int], np.ndarray]:
-    return partial(generator.choice, replace=False, shuffle=False)
-
-
-def in_turn(places: np.ndarray, begin: int) -> Callable[[np.ndarray, int], np.ndarray]:
-    """Draws the tokens whose places, a permutation, come first from `begin` on, as if on a circle."""
-    def draw(others: np.ndarray, count: int) -> np.ndarray:
-        distances = (places[others] - begin) % len(places)
-        return others[np.argpartition(distances, count - 1)[:count]] if count else others[:0]
-    return draw
 
 
 class ShardedText:

@@ -64,7 +64,6 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
     (["--ngram_rows", "2000000000"], ["--ngram_rows 2000000000", "from 0 to 1,073,741,824"]),
     (["--ngram_classes", "true"], ["--ngram_classes True --vocab_size 257", "GPT-2's"]),
     (["--softmax_samples", "-1"], ["--softmax_samples -1"]),
-    (["--softmax_turns", "true"], ["--softmax_turns True --softmax_samples 0", "no step samples"]),
     (["--vocab_size", "1"], ["--vocab_size 1"]),
     (["--val_tokens", "-5"], ["--val_tokens -5"]),
     (["--val_chunk", "100"], ["--val_chunk 100 --val_sequence_length 256", "holds whole sequences"]),

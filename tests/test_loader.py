@@ -13,7 +13,7 @@ from conftest import write_documents
 import train_gpt
 from data import packing
 from data.loader import Bounds, Loader, Room, StepShape, TextSettings
-from data.packing import cut_documents, pack, sample_candidates, sample_parts, uniformly
+from data.packing import cut_documents, pack, sample_candidates, sample_parts
 from data.peek import KEEP_TAILS, SCHEDULES
 from data.scoring import scored_text
 from data.shards import ShardError, find_shards, open_shard, write_shard
@@ -236,24 +236,9 @@ def test_candidates_depend_on_the_seed_and_the_step_alone(sampled, ranks):
         assert torch.equal(a.candidates, b.candidates) and torch.equal(a.candidates, c.candidates)
         assert torch.equal(a.tokens, d.tokens) and not torch.equal(a.candidates, d.candidates)
     for i, batch in enumerate(alone.batches(index)):        # a draw of its own for each micro-batch
-        draw, [candidates] = uniformly(np.random.default_rng([config.seed, index, i])), batch.candidates
-        drawn = sample_candidates(batch.targets.numpy(), len(candidates), config.padded_vocab, draw)
+        generator, [candidates] = np.random.default_rng([config.seed, index, i]), batch.candidates
+        drawn = sample_candidates(batch.targets.numpy(), len(candidates), config.padded_vocab, generator)
         assert candidates.tolist() == drawn.tolist()
-
-
-@pytest.mark.parametrize("turns", [True, False])
-def test_samples_of_a_step_may_take_turns(sampled, turns):
-    """Tokens that are nowhere targets are then in equally many samples, give or take one."""
-    config = replace(sampled, softmax_turns=turns, micro_batches=4, softmax_tokens=32)
-    plan = [batch for rank in range(2) for batch in loader(config, rank, 2).batches(0)]
-    samples = torch.cat([batch.candidates for batch in plan])
-    targets = torch.cat([batch.targets for batch in plan]).unique()
-    times = torch.bincount(samples.flatten(), minlength=config.padded_vocab)
-    times[targets] = -1
-    times = times[times >= 0]
-    share = (samples.shape[1] - 16) / config.padded_vocab       # about: a part has some 16 targets
-    assert len(samples) >= 8 and abs(times.double().mean() / len(samples) / share - 1) < 0.1
-    assert (times.max() - times.min() <= 2) == turns
 
 
 def test_candidates_of_a_small_vocabulary_are_all_and_off_means_none(config):
@@ -328,13 +313,13 @@ def test_sample_candidates():
     """Each token that is no target is drawn as often as any other; more targets than places are refused."""
     generator, targets, drawn = np.random.default_rng(0), np.array([7, 0, -1, 7], np.int32), np.zeros(50)
     for _ in range(2000):
-        candidates = sample_candidates(targets, 14, 50, uniformly(generator))
+        candidates = sample_candidates(targets, 14, 50, generator)
         assert len(candidates) == 14
         drawn[candidates] += 1
     others, expected = np.delete(drawn, [0, 7]), 2000 * (14 - 2) / (50 - 2)
     assert (drawn[[0, 7]] == 2000).all() and abs(others - expected).max() < 5 * expected ** 0.5
     with pytest.raises(ShardError, match="2 different targets in a batch with 1 candidates"):
-        sample_candidates(targets, 1, 50, uniformly(generator))
+        sample_candidates(targets, 1, 50, generator)
 
 
 def test_shards_are_opened_by_a_thread_that_runs_ahead(config, monkeypatch):

@@ -55,8 +55,6 @@ def schedule_faults(c) -> Iterator[Fault]:
     yield (any(not 1 <= len(stage.multi_token) <= 3 for stage in c.stages), "multi_token",
            "use 1 to 3 pairs for each stage")
     yield c.steps < stages, "steps", f"at least one step for each of {stages} stages"
-    yield (c.softmax_turns and not any(stage.softmax_samples for stage in c.stages),
-           "softmax_turns softmax_samples", "no step samples the softmax; give it samples, or no turns")
     yield (c.slow_from[0] > c.slow_from[1], "slow_from",
            "the slow average's share cannot be whole before it begins")
     yield (c.val_sequence_length > c.val_chunk, "val_chunk val_sequence_length",

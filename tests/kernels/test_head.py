@@ -4,7 +4,7 @@ import pytest
 import torch
 from checks import DEVICE, error, random, same_bits
 
-from data.packing import sample_candidates, uniformly
+from data.packing import sample_candidates
 from kernels.embedding import lookup_reference
 from kernels.gradients import Gradient
 from kernels.loss import Mixture, Targets, among_candidates, head_loss, head_loss_reference, sampled_head_loss
@@ -122,7 +122,7 @@ def test_sampled_softmax_is_the_full_one_on_average():
     full = evaluate(head, targets, None)
     exponentials = (23 * ((x @ head.T + 5) / 7.5).sigmoid()).exp().detach()
     for _ in range(samples):
-        candidates = sample_candidates(targets.cpu().numpy(), count, vocabulary, uniformly(generator))
+        candidates = sample_candidates(targets.cpu().numpy(), count, vocabulary, generator)
         candidates = torch.from_numpy(candidates).to(DEVICE)
         places, counts = among_candidates(targets, candidates, vocabulary)
         assert torch.equal(candidates[places[scored].long()], targets[scored]) and places[5] == -1
@@ -143,8 +143,7 @@ def test_parts_are_as_if_alone(function, fp8):
     x, head, wanted, _ = head_inputs(48, 32, 320, 3, False)
     wanted = wanted._replace(mixture=mixture(48))
     parts, generator = wanted.parts(3), np.random.default_rng(0)
-    draw = uniformly(generator)
-    drawn = [sample_candidates(part.targets.cpu().numpy(), 208, 320, draw) for part in parts]
+    drawn = [sample_candidates(part.targets.cpu().numpy(), 208, 320, generator) for part in parts]
     candidates = torch.from_numpy(np.stack(drawn)).to(DEVICE)
 
     def run(x, wanted, candidates) -> tuple[torch.Tensor, ...]:
