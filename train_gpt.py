@@ -34,13 +34,12 @@ from records.run.terminal import end_quietly, outlive_terminal
 
 if __name__ == "__main__":
     end_quietly()       # Imports take seconds.
-    gc.disable()        # until the run is timed: collections took 2.8 of the 29 s of a warm start (1×H200)
+    gc.disable()        # till the timed run ends: collections took 2.8 of the 29 s of a warm start (1×H200)
 
 import torch
 from torch import Tensor, nn
 
-from data import embedded
-from data.canonical import Never, begin
+from data import canonical, embedded
 from data.classes import gpt2_classes, gpt2_features
 from data.loader import Batch, Loader, StepShape, TextSettings, to_device
 from data.packing import round_up
@@ -73,8 +72,8 @@ ROOT = Path(__file__).resolve().parent
 @dataclass(frozen=True)
 class Layer:
     """What one layer has besides attention and an MLP. No other line names a layer."""
-    long_window: bool = False       # A long window; half of each key comes from the token before.
-    value_embedding: bool = False   # A table with a row for each token is added to V, through a gate.
+    long_window: bool = False       # A long window. Only here does `key_offset` act.
+    value_embedding: bool = False   # The token's row of a table is added to V, through a gate.
     kept: bool = False              # Later layers can read what leaves this layer.
     reads_kept: bool = False        # Attention reads the latest kept output, not the residual stream.
     backout: bool = False           # Part of what leaves this layer is subtracted before the head.
@@ -106,7 +105,7 @@ class Stage:
     lr_scale: Factor                # multiplies every learning rate
     multi_token: tuple[tuple[Factor, Factor], ...]  # loss weights of the next tokens: (start, end)
     # Training computes logits for the targets and a sample that stands for all other tokens (Jean et al.,
-    # arXiv 1412.2007; @devenpzak #360); validation is exact. It costs 0.004 of loss; saves 7.6 s (A).
+    # arXiv 1412.2007; @devenpzak #360); validation is exact. It costs 0.004 of loss. A: 7.6 s all the same.
     softmax_samples: Count = 8192   # 0: all tokens
 
 
@@ -124,13 +123,13 @@ class Config:
 
     The comments say why an ingredient is there, whose idea it is, and its worth. @names and #numbers are
     authors and pull requests of the public speedrun (KellerJordan/modded-nanogpt). Worth is the loss by which
-    a run without it ends higher, and the seconds of more steps that would make up for that: A, of 33.9 s on
-    four H200s; B, of 58.6 s on two; one pair of runs each, so that less than 0.003 says little
-    (records/measuring.md).
+    a run without it ends higher, and the seconds that it saves: those of the steps that would make up for
+    that loss, less its own. A is of 33.9 s on four H200s, B of 58.6 s on two, by one pair of runs each, so
+    that less than 0.003 says little (records/ideas.md has the runs, records/measuring.md the method).
     """
     preset: str = ""                # "speedrun" with a GPU and "cpu" without, unless it is given
     name: str = ""                  # the run's folder; the preset's name if empty
-    seed: Seed = 0
+    seed: Seed = 0                  # of the first weights, and of what the softmax samples
     runs: Positive = 1              # runs in this process, which compiles once; seeds are seed, seed + 1, …
     target: Factor = 3.28           # the validation loss that the run is after, in nats a token; for the log
 
@@ -147,14 +146,14 @@ class Config:
     # by 23·sigmoid((z + 5)/7.5) (@ClassicLarry #181), MLP-out that starts at 0 (@Grad62304977), and learned
     # scalars: on Q, K, V and O, multiplied into the weights (@roeeshenberg #166), and on the stream.
     layers: tuple[Layer, ...] = SPEEDRUN_LAYERS
-    width: Size = 768
+    width: Size = 768               # channels of the residual stream
     head_dim: Size = 128            # channels of a head's value
     # Queries and keys need fewer channels than values (@Glitchfix #344: 96 of 128). B: 3.1 s, with the scale.
     qk_dim: Size = 64
     attention_scale: Factor = 0.15  # Normed queries and keys want a set factor (@leloykun, @YouJiacheng #72).
     # Half of each query and key turns with its position (arXiv 2104.09864), half matches by content alone.
     rotary_share: Share = 0.5
-    rotary_base: Factor = 1024.0
+    rotary_base: Factor = 1024.0    # The slowest pair turns so many times more slowly than the fastest.
     # Slow rotations get slower as windows grow (arXiv 2309.00071; @ClassicLarry #122). A: 0.004, 0.7 s.
     yarn: bool = True
     # A hashed table of n-grams: head 0's values get a row for the last 2 tokens, head 1's for the last 3, …
@@ -164,10 +163,11 @@ class Config:
     ngram_rows: Rows = 67_108_864   # each as wide as a head; 0: no table
     # N-grams ignore case, accents and leading spaces (record 92 of the public speedrun). Worth 0.005.
     ngram_classes: bool = False     # of GPT-2's tokens alone
-    # More such rows, for guesses of the next token: what followed when the last 2, 4, … tokens came before,
-    # in this sequence or in earlier steps (kernels/retrieval; two open proposals to the public speedrun).
-    # `near_match` is worth 0.006 to 0.008 on three texts; `retrieval` 0.037 on `val`, 0.001 on the others.
+    # An n-gram row for a guess of the next token: what followed the longest earlier match of the last tokens,
+    # 1, 2, …, in this sequence (kernels/retrieval; proposed to the public speedrun). Worth 0.006 to 0.008.
     near_match: tuple[Few, ...] = ()
+    # Two n-gram rows for the two tokens that followed such a match in earlier steps (likewise proposed).
+    # Worth 0.037 on `val`, which repeats the training text, and 0.001 on other texts.
     retrieval: tuple[Few, ...] = ()
     retrieval_slots: Positive = 1_000_000_000    # ends of text that the index holds at most, 8 bytes each
     # Part of the next token's probability points at what followed like states, found with so many channels
@@ -191,7 +191,7 @@ class Config:
     # What an early layer wrote for later layers alone is subtracted before the head, by a learned share
     # (@ClassicLarry #140). Honours `Layer.backout`. A: 0.003, 0.5 s.
     backout: bool = True
-    # Late attention reads one earlier output, not what MLPs since wrote for the prediction (@ClassicLarry
+    # Late attention reads one earlier output, without what later MLPs wrote for the prediction (@ClassicLarry
     # #241, after @msisovic #230). Honours `Layer.reads_kept`. A: 0.008, 1.5 s.
     late_input: bool = True
 
@@ -202,32 +202,32 @@ class Config:
     extra_steps: Steps = 15         # after them, at the last stage's final values and with all logits
     window_block: Blocks = 128      # tokens
     final_windows: tuple[Blocks, Blocks] = (6, 13)    # windows of the extra steps, in blocks
-    cooldown: Share = 0.6           # the share of the steps over which the learning rate falls linearly …
-    final_lr: Share = 0.15          # … to this share of itself, not to zero (@YouJiacheng)
+    cooldown: Share = 0.6           # the share of the steps over which the learning rate falls linearly
+    final_lr: Share = 0.15          # the share of the learning rate that is left at the end (@YouJiacheng)
     adam_every: Few = 2             # Adam takes the gradients of two steps together (@ClassicLarry #136).
 
     # ---- Optimizer. Muon (Jordan et al., kellerjordan.github.io/posts/muon) moves a matrix by the orthogonal
     # matrix nearest to its momentum. What bfloat16 cuts off a weight is kept beside it, but for n-gram rows.
-    muon_lr: Factor = 0.023
-    muon_momentum: tuple[Beta, Beta] = (0.85, 0.95)
+    muon_lr: Factor = 0.023         # of the hidden matrices, times a matrix's own factor
+    muon_momentum: tuple[Beta, Beta] = (0.85, 0.95)     # at the ends of the run, and between
     momentum_warmup: Positive = 300     # steps from the first momentum to the second
     momentum_cooldown: Positive = 50    # steps back again, at the end (@ClassicLarry #136)
     # A slower average of the gradients takes part of the momentum's place (@orange4664 #340). A screening
     # says that it is worth 0.006, whole runs say less (records/ideas.md). It takes 0.1% of the time.
     slow_share: Share = 0.0
-    slow_beta: Beta = 0.97
+    slow_beta: Beta = 0.97          # of the slower average
     slow_from: tuple[Share, Share] = (0.3, 0.4)     # parts of the steps: where its share begins and is whole
-    muon_beta2: Beta = 0.9
+    muon_beta2: Beta = 0.9          # of a neuron's running size, by which NorMuon divides
     muon_decay: Factor = 1.2        # times muon_lr squared, and the matrix's multiplier
     polar_steps: Few = 4            # of Newton-Schulz (Polar Express: Amsel et al., arXiv 2505.16932)
     # Scales rows first, which saves one of 5 steps at the same loss (arXiv 2208.03160, arXiv 2512.04632).
     aol: bool = True
     # NorMuon divides each neuron's update by its running size (Li et al., arXiv 2510.05491). A: 0.015, 2.6 s.
     neuron_norm: bool = True
-    adam_lr: Factor = 0.008
+    adam_lr: Factor = 0.008         # of all other weights, times their group's factor
     value_lr: Factor = 150.0        # of the value embeddings, times adam_lr
     ngram_lr: Factor = 75.0         # of the n-gram table, times adam_lr
-    ngram_beta2: Beta = 0.99
+    ngram_beta2: Beta = 0.99        # of an n-gram row's mean squares
     ngram_block: Positive = 16      # neighbouring columns of an n-gram row share a mean square; worth 0.005
     adam_decay: Factor = 0.005      # times adam_lr squared, and the group's two multipliers
     # At the end weights are mixed with their moving averages, which are less noisy (record 92 of the public
@@ -266,9 +266,9 @@ class Config:
     check_ranks: Count = 0          # Compare hashes of the ranks' weights so often, 4 ms each; 0: never.
     deterministic: bool = False     # The same bits in every run, also of attention's backward pass: +0.5%.
     write_log: bool = True          # Write a run folder under `records/runs`.
-    checkpoint: str = ""            # folder for checkpoints of training (records/run/checkpoint.py), …
-    checkpoint_every: Count = 0     # … one after so many steps (0: none) …
-    checkpoint_on_stop: bool = False                # … and one where SIGTERM or Ctrl-C stops the run
+    checkpoint: str = ""            # folder for checkpoints of training (records/run/checkpoint.py)
+    checkpoint_every: Count = 0     # Write a checkpoint after so many steps; 0: never.
+    checkpoint_on_stop: bool = False                # Write one where SIGTERM or Ctrl-C stops the run.
     resume: str = ""                # Go on from the newest checkpoint in this folder.
     save: str = ""                  # folder for the trained model (`use/`); "log": `model` beside the log
 
@@ -292,7 +292,7 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # 185 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
+    # 182 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
     # cut documents a second epoch would start, which costs 0.1 of loss. Without layer 2 `clean` is 0.018
     # higher and a step takes 11% less time, which is worth 0.022 in steps.
     "corpus": settings.change(
@@ -332,13 +332,13 @@ class Ops(NamedTuple):
     Tests and experiments swap one: `model.ops = model.ops._replace(smear=embedding.smear_reference)`.
     """
     lookup: Callable                # rows of a table, whose gradient reaches only those rows
-    smear: Callable                 # adds a share of the token before to each token's embedding
+    smear: Callable                 # norms embeddings, and adds a share of the token before to each
     ngram_index: Callable           # hashes the n-grams that end at each token
     suffix_keys: Callable           # hashes ends of text of any length
     norm_fork: Callable             # sums a residual stream and norms it, for several readers
     qkv: Callable                   # queries, keys and values from the normed stream
     share_values: Callable          # n-gram rows for the values of all layers
-    mlp_input: Callable             # y = a (stream + update): gives c y and norm(y)
+    mlp_input: Callable             # y = a (stream + update): gives c y, which passes the MLP by, and norm(y)
     feed_forward: Callable          # relu(x W_inᵀ)² W_out
     before_head: Callable           # what the head sees
     copy_inputs: Callable           # queries and keys of the copy head
@@ -375,7 +375,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
         return references(), ()
     torch._dynamo.config.recompile_limit = 64       # one for each kind of layer and each batch size
     ops = references(torch.compile) if config.compile else references()
-    off = {*(Ops._fields if "all" in config.reference else config.reference)}
+    off = set(Ops._fields if "all" in config.reference else config.reference)
     if off & {"qkv", "share_values"}:               # `qkv` stores the gradients that `share_values` sums.
         off |= {"qkv", "share_values"}
     can = {"head": True, "attention": "qkv" not in off,
@@ -411,7 +411,8 @@ class Transit:
     def reach(self, stop: str, x: Tensor | None = None) -> None:
         """The forward pass comes to `stop`, which reads x.
 
-        Autograd goes back in order of creation: at x's gradient those of this and later stops are complete.
+        Autograd runs in reverse order of creation. So once x has its gradient, those of this stop and of all
+        later ones are complete.
         """
         if self.optimizer is None:
             return
@@ -451,9 +452,9 @@ class GPT(nn.Module):
             config.attention, like, (config.qk_dim, config.head_dim), config.attention_scale)
         self.attention = attention.ATTENTION[self.attention_backend]
         self.ops, self.fp8 = choose_ops(config, like)
-        plain, fp8_ops = choose_ops(replace(config, fp8=()), like)[0], "norm_fork qkv mlp_input feed_forward"
-        self.plain = {name: getattr(plain, name) for name in fp8_ops.split()}
-        depth, kept, self.sources = len(config.layers), 0, []    # the stream that attention reads
+        plain = choose_ops(replace(config, fp8=()), like)[0]    # `score` takes these.
+        self.plain = {op: getattr(plain, op) for op in ("norm_fork", "qkv", "mlp_input", "feed_forward")}
+        depth, kept, self.sources = len(config.layers), 0, []   # sources: which stream each attention reads
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
             kept = i + 1 if layer.kept else kept
@@ -466,7 +467,7 @@ class GPT(nn.Module):
             [window * config.window_block for window in long], most, int(config.qk_dim * config.rotary_share),
             config.rotary_base, config.attention_scale, config.yarn, device)
         self.loss_weights = torch.ones(3, device=device)
-        self.never = Never(config.padded_vocab, device) if config.canonical else None
+        self.never = canonical.Never(config.padded_vocab, device) if config.canonical else None
         valued = [i for i in range(depth) if config.layers[i].value_embedding and config.value_embeddings]
         self.value_index = {layer: i for i, layer in enumerate(valued)}     # which table and gate a layer has
 
@@ -503,7 +504,7 @@ class GPT(nn.Module):
     def initialise(self) -> None:
         """Initial values from the seed alone, drawn on the device; the same on every rank."""
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
-        bound = 3 ** 0.5 * 0.5 * self.config.width ** -0.5
+        bound = 3 ** 0.5 * 0.5 * self.config.width ** -0.5      # a standard deviation of 0.5 / √width
         depth = len(self.config.layers)
         for matrix in [*self.bank[:depth], *self.bank[depth::2]]:           # MLP-out stays zero.
             matrix.uniform_(-bound, bound, generator=generator)
@@ -515,7 +516,7 @@ class GPT(nn.Module):
         self.attention_scalars.copy_(torch.tensor([0.5, 1.0 / growth]))
         self.ngrams.initialise()
         self.copy_head.initialise(bound, generator)
-        self.scalars.copy_(torch.tensor([0.0, 0.5]))
+        self.scalars.copy_(torch.tensor([0.0, 0.5]))        # Smear starts at nothing, backout at half.
 
     def forward(self, batch: Batch, step: "Step", transit: Transit | None = None) -> tuple[Tensor, Tensor]:
         """The training loss and the next-token loss, summed over the batch's tokens, in nats (0-dim)."""
@@ -570,7 +571,7 @@ class GPT(nn.Module):
         x = stream.normed(self.ops.norm_fork)       # It may exist only in FP8.
         scale_qkv, scale_out = context.attention_scalars[i].unbind()
         if i not in transit.fp8_weights:
-            transit.fp8_weights[i] = self.fp8_weights(i, scale_qkv)
+            transit.fp8_weights[i] = self.make_fp8_weights(i, scale_qkv)
         ngram_values, value_rows = context.ngrams.values(i), None
         if (place := self.value_index.get(i)) is not None:
             rows = self.ops.lookup(self.value_tables[place], context.by_token)
@@ -610,13 +611,13 @@ class GPT(nn.Module):
         first = len(self.config.layers) + 2 * i
         return self.bank[first], self.bank[first + 1]
 
-    def fp8_weights(self, i: int, scale_qkv: Tensor) -> tuple:
+    def make_fp8_weights(self, i: int, scale_qkv: Tensor) -> tuple:
         """Layer i's weights in FP8, of attention and of the MLP; None for what does not run in FP8."""
         in_attention, in_mlp = "attention" in self.fp8, "mlp" in self.fp8
         wanted = (self.split_out(self.bank[i])[0],) * in_attention + self.mlp_weights(i) * in_mlp
-        made, width = list(fp8.fp8_weights(wanted)) if wanted else [], self.config.width
-        qkv = attention.qkv_weight(made[0], scale_qkv, width) if in_attention else None
-        return qkv, mlp.feed_forward_weights(*made[-2:], width) if in_mlp else None
+        made, width = iter(fp8.fp8_weights(wanted) if wanted else ()), self.config.width
+        qkv = attention.qkv_weight(next(made), scale_qkv, width) if in_attention else None
+        return qkv, mlp.feed_forward_weights(*made, width) if in_mlp else None
 
 
 # ========== 4. Optimizer =============================================================================
@@ -674,10 +675,10 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         return adam(name, params, ["embedding"] * len(params), lr, betas, replicated=True)
 
     def normuon(name: str, params: list, stops: list[str], matrix_lr: list[float], blocks: bool) -> Group:
-        betas, decay = (0.0, config.muon_beta2), config.muon_lr * config.muon_decay
-        return Group(name, params, stops, config.muon_lr, betas, decay, NorMuon, matrix_lr, blocks, 50.0)
+        lr, decay = config.muon_lr, config.muon_lr * config.muon_decay
+        return Group(name, params, stops, lr, (0.0, config.muon_beta2), decay, NorMuon, matrix_lr, blocks,
+                     memory=50.0)
 
-    tokens = dict(shared=config.shared_updates)     # of tables with a row for each token
     scalars = [model.attention_scalars, model.ngrams.scales, model.scalars, model.copy_head.bias]
     groups = [
         #     name, parameters                         first used     learning rate    betas         decay
@@ -689,9 +690,10 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         normuon("attention", list(model.bank[:depth]), each,          [1.0] * depth,   blocks=True),
         normuon("mlp", list(model.bank[depth:]),       both,          [2.0, 4.0] * depth, blocks=False),
         adam("head", [model.head],                     ["embedding"], 1.0,             (0.50, 0.95), 150.0,
-             memory=200.0, **tokens),
+             memory=200.0, shared=config.shared_updates),
         adam("copy head", [model.copy_head.weight],    ["head"],      0.03,            (0.90, 0.95)),
-        adam("value tables", [*model.value_tables],    valued, config.value_lr, (0.75, 0.99), 5.0, **tokens),
+        adam("value tables", [*model.value_tables],    valued, config.value_lr, (0.75, 0.99), 5.0,
+             shared=config.shared_updates),
         adam("n-gram table", [model.ngrams.table],     ["n-grams"],   config.ngram_lr,
              (0.0, config.ngram_beta2), 5.0, RowAdam),
     ]
@@ -702,8 +704,8 @@ class Shard:
     """A group's flat buffers: all weights and gradients, and the optimizer state of this rank's part of them.
 
     The model's parameters become views of the buffers, so that a collective takes a part of a buffer as it
-    is. `update` updates this rank's part from its summed gradient; `lr` is `Step.lr`, and the tensors are
-    0-dim.
+    is. Subclasses' `update` changes this rank's part from its summed gradient; `finite` and `lr`, which is
+    `Step.lr`, are 0-dim.
     """
 
     def __init__(self, group: Group, config: Config, world: World, grads: Tensor | None = None):
@@ -711,7 +713,7 @@ class Shard:
         first = group.params[0]
         unit = first.shape if group.algorithm is NorMuon else torch.Size()      # a matrix, or a number
         form, rounds = dict(dtype=first.dtype, device=first.device), group.rounds(ranks)
-        zeros = world.collectives.zeros if ranks > 1 else torch.zeros
+        zeros = world.collectives.zeros if ranks > 1 else torch.zeros       # Other ranks may read them.
         self.weights = torch.zeros(sum(length for *_, length in rounds), *unit, **form)
         self.grads = zeros(*self.weights.shape, **form) if grads is None else grads
         self.places, start = [], 0      # of each round: where it lies in whole buffers, and in this rank's
@@ -809,7 +811,8 @@ class RowAdam:
 class Optimizer:
     """NorMuon for the hidden matrices and Adam for the rest, fused and sharded over the ranks.
 
-    Every rank computes gradients of its micro-batches for all weights, but updates only its own part:
+    Every rank computes gradients of its micro-batches for all weights, but updates only its own part. (Small
+    groups are summed and updated whole on every rank. The n-gram table is never summed: a rank has columns.)
 
         gradients --reduce-scatter--> summed, own part --update--> weights, own part --all-gather--> weights
 
@@ -848,7 +851,6 @@ class Optimizer:
         self.to_sum: deque[Transfer] = deque()
         self.sums: dict[str, list[Work]] = {}                               # under way, by what they sum
 
-    @torch.no_grad()
     def begin(self, step: "Step") -> None:
         """Take this step's timetable."""
         table = timetable(self.traffic, len(self.config.layers), step.adam_updated, step.update_adam,
@@ -873,8 +875,8 @@ class Optimizer:
     @torch.no_grad()
     def gather(self) -> None:
         """Make this rank's copy of all weights whole."""
-        table = timetable(self.traffic, len(self.config.layers), True, update_adam=False)
-        for work in list(map(self.start_gather, table.gathers)):
+        table = timetable(self.traffic, len(self.config.layers), adam_updated=True, update_adam=False)
+        for work in list(map(self.start_gather, table.gathers)):    # All start before one is waited for.
             wait(work)
 
     @torch.no_grad()
@@ -978,8 +980,8 @@ class Schedule:
         fallen = min(max((index / c.steps - (1 - c.cooldown)) / c.cooldown, 0.0), 1.0) if c.cooldown else 0.0
         low, high = c.muon_momentum
         warm = min(index / c.momentum_warmup, (len(self) - 1 - index) / c.momentum_cooldown, 1.0)
-        begin, end = c.slow_from
-        slow = min(max((index / len(self) - begin) / max(end - begin, 1e-9), 0.0), 1.0)
+        start, whole = c.slow_from
+        slow = min(max((index / len(self) - start) / max(whole - start, 1e-9), 0.0), 1.0)
         windows, samples = (stage.windows, stage.softmax_samples) if index < c.steps else (c.final_windows, 0)
         return Step(
             index, stage.batch_tokens, stage.sequence_length, windows, multi_token, samples,
@@ -1014,7 +1016,7 @@ class Trainer:
         embedded.provide(config.data_path, world.rank, world.barrier)
         check_scores(config.score)
         if config.canonical:
-            begin(config.padded_vocab)      # It is ready when the model is first scored.
+            canonical.begin(config.padded_vocab)    # The first score waits for what this process works out.
         world.be_deterministic(config.deterministic)
         self.text = TextSettings.of(config)
         self.loader = Loader(
@@ -1096,7 +1098,7 @@ class Trainer:
         capture = self.config.capture and self.world.device.type == "cuda"
         if capture:
             torch.cuda.reset_peak_memory_stats()
-        for act in (self.step, *[self.capture] * capture):
+        for act in (self.step, self.capture) if capture else (self.step,):
             for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
                 act(step, batches)
         self.optimizer.restore(snapshot)
