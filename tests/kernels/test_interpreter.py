@@ -1,7 +1,10 @@
 """What tests/interpreter.py keeps is what Triton's interpreter would find, and kernels compute the same."""
 import inspect
+from collections.abc import Callable
+from itertools import product
 
 import interpreter as ours
+import numpy as np
 import pytest
 from checks import DEVICE, DTYPE, same_bits
 from triton.language import core
@@ -36,6 +39,38 @@ def test_types_and_tensors_are_the_interpreters(scalar):
             assert ours.np_dtype(kind) == ours.OWN["np_dtype"](kind)
 
 
+def operand(scalar: core.dtype, shape: list[int]) -> core.tensor:
+    """Ones; a scalar for no shape."""
+    handle = interpreter.TensorHandle(np.ones(shape or [1], ours.np_dtype(scalar)), scalar)
+    return core.tensor(handle, core.block_type(scalar, shape) if shape else scalar)
+
+
+def outcome(function: Callable, *words) -> object:
+    """Types and numbers of the results, or the error."""
+    try:
+        return [(repr(x.type), repr(x.handle.dtype), x.handle.data.dtype, x.handle.data.tolist())
+                for x in function(*words)]
+    except Exception as error:          # of which Triton has some of its own
+        return str(error)
+
+
+@pytest.mark.parametrize("allowed", [(), (True, True), (False, False, True, True)], ids=str)
+def test_operands_become_the_interpreters(monkeypatch, allowed):
+    """Of each pair of types, and of shapes, seen for the first time and again."""
+    kinds = [operand(kind, shape) for kind in (*SCALARS, core.pointer_type(core.float32))
+             for shape in ([], [4, 8])]
+    shaped = [operand(core.float32, shape) for shape in ([], [8], [1], [4, 8], [4, 1], [2, 4, 1])]
+    pairs = 2 * [*product(kinds, [*kinds, 2, -0.5]), *product(shaped, shaped)]
+    found = [outcome(ours.operands, *pair, *allowed) for pair in pairs]
+    monkeypatch.setattr(ours.SEMANTIC, "broadcast_impl_value", ours.OWN["broadcast"])
+    assert found == [outcome(ours.OWN["operands"], *pair, *allowed) for pair in pairs]
+
+
+@pytest.mark.parametrize("x", [3, None, [core.constexpr(2)], core.constexpr("a"), core.tuple([1])], ids=repr)
+def test_constants_are_unwrapped_as_the_interpreter_does(x):
+    assert repr(ours.unwrap(x)) == repr(ours.OWN["unwrap"](x))
+
+
 @pytest.mark.parametrize("shape", [[1.0], [3], [], (1,)], ids=str)
 def test_a_shape_that_is_none_is_refused(shape):
     core.block_type(core.float32, [1])
@@ -68,5 +103,8 @@ def test_kernels_compute_the_same_as_without(monkeypatch):
     monkeypatch.setattr(interpreter, "_get_np_dtype", ours.OWN["np_dtype"])
     monkeypatch.setattr(core.block_type, "__init__", ours.OWN["block"])
     monkeypatch.setattr(core.tensor, "__init__", ours.OWN["tensor"])
+    monkeypatch.setattr(core, "_unwrap_if_constexpr", ours.OWN["unwrap"])
+    monkeypatch.setattr(ours.SEMANTIC, "broadcast_impl_value", ours.OWN["broadcast"])
+    monkeypatch.setattr(ours.SEMANTIC, "binary_op_type_checking_impl", ours.OWN["operands"])
     monkeypatch.setattr(interpreter.interpreter_builder, "options", interpreter.InterpreterOptions())
     assert all(map(same_bits, ours_found, both_ways(qkv_heads)(*inputs, grads)))
