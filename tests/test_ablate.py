@@ -123,13 +123,14 @@ def rows_of(text: str) -> list[list[str]]:
 
 
 def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch, capsys):
-    words = ["ablate", *SMALL, "--data_path", str(shards), "--repeat", "2", "--try", "smear=false"]
+    words = ["ablate", *SMALL, "--extra_steps", "0", "--data_path", str(shards), "--repeat", "2", "--try",
+             "smear=false"]
     monkeypatch.setattr(sys, "argv", words)
     assert ablate.main() == 0
     rows = rows_of(capsys.readouterr().out)
     assert rows[0] == ["ms a step", "256", "512", "768"]
     assert [row[0] for row in rows[2:]] == ["as given", "smear=false", "as given"]
-    monkeypatch.setattr(sys, "argv", [*words, "--train", "--write_log", "false"])
+    monkeypatch.setattr(sys, "argv", [*words, "--train", "--steps", "3", "--write_log", "false"])
     assert ablate.main() == 0
     rows = rows_of(capsys.readouterr().out)
     assert [row[0] for row in rows[2:]] == ["as given", "smear=false"] and rows[0][2] == "loss"
@@ -229,7 +230,7 @@ def test_another_checkout_is_timed_by_its_own_tool(shards, tmp_path):
     clock = other / "records/run/clock.py"
     slower = "    def ms(self):\n        return 9000.0\n\n    def real_ms(self)"
     clock.write_text(clock.read_text().replace("    def ms(self)", slower))
-    timed = against.time_checkout(other, [*SMALL, "--data_path", str(shards)], 2)
+    timed = against.time_checkout(other, [*SMALL, "--extra_steps", "0", "--data_path", str(shards)], 2)
     assert timed.ms == {"256": 9000.0, "512": 9000.0, "768": 9000.0} and timed.startup_s > 0
 
 
