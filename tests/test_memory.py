@@ -183,9 +183,9 @@ def test_one_byte_less_than_needed_is_refused(fit_into, fitting):
 
 def test_what_is_chosen_needs_as_much_when_it_is_given(fitting):
     """So that one byte less is refused, and not what a run has just chosen: 20 MiB were between the two."""
-    room = int(24e9)
-    choice, need = fit.Fitting(fitting.config, fake_world(), room, train_gpt).first(())
-    given = fit.Fitting(choice, fake_world(), room, train_gpt).first(tuple(fit.COSTS))
+    fitting.room = int(24e9)
+    choice, need = fitting.first(())
+    given = fit.Fitting(choice, fake_world(), fitting.room, train_gpt).first(tuple(fit.COSTS))
     assert choice.val_chunk < fitting.config.val_chunk and given == (choice, need)
 
 

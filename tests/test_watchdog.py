@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -30,7 +31,7 @@ import sys, time
 from kernels.ranks.collectives import RankError, with_others
 from kernels.ranks.watchdog import Watchdog
 rank = int(sys.argv[1])
-watchdog = Watchdog(rank, 3, patience=600.0, silence=3.0)
+watchdog = Watchdog(rank, int(sys.argv[2]), patience=600.0, silence=3.0)
 def on_loss(reason):
     print("noted:", reason, flush=True)
     raise OSError("the disk is full")
@@ -45,24 +46,46 @@ time.sleep(60)
 """
 
 
-@pytest.fixture
-def ranks():
-    """Three processes that watch each other; the last one ends after two seconds."""
+@contextmanager
+def watching(count: int) -> Iterator[list[subprocess.Popen]]:
+    """So many processes that watch each other; a third one ends after two seconds."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
                           timeout=timedelta(seconds=30))
     variables = environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port))
-    processes = [subprocess.Popen([sys.executable, "-c", RANK, str(rank)], cwd=ROOT, env=variables, text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(3)]
-    yield processes
-    for process in processes:
-        process.kill()
-        process.communicate()
+    processes = [subprocess.Popen([sys.executable, "-c", RANK, str(rank), str(count)], cwd=ROOT, text=True,
+                                  env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                 for rank in range(count)]
+    try:
+        assert [process.stdout.readline() for process in processes] == ["begun\n"] * count
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Two that go on, for the two tests in turn, and one that has ended."""
+    with watching(3) as processes:
+        assert processes[2].wait(20) == 0 and processes[2].stdout.read() == "closed\n"
+        yield processes
+
+
+def test_ranks_that_were_suspended_go_on(ranks):
+    """All stopped for longer than they would wait for one, as by a queue that suspends jobs."""
+    for process in ranks[:2]:
+        process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    for process in ranks[:2]:
+        process.send_signal(signal.SIGCONT)
+        time.sleep(0.5)             # The first one sees the other's old sign of life.
+    time.sleep(3)
+    assert ranks[0].poll() is None and ranks[1].poll() is None
 
 
 def test_a_stopped_rank_ends_the_others(ranks):
-    assert [process.stdout.readline() for process in ranks] == ["begun\n"] * 3
-    assert ranks[2].wait(20) == 0 and ranks[2].stdout.read() == "closed\n"
-    time.sleep(4)                                       # Longer than the others would wait for it.
+    time.sleep(4)                   # Longer than the others would wait for the one that has ended.
     assert ranks[0].poll() is None and ranks[1].poll() is None
     os.kill(ranks[1].pid, signal.SIGSTOP)
     assert ranks[0].wait(15) == 2
@@ -74,26 +97,12 @@ def test_a_stopped_rank_ends_the_others(ranks):
     assert ranks[1].wait(5) == -signal.SIGKILL
 
 
-def test_ranks_that_were_suspended_go_on(ranks):
-    """All stopped for longer than they would wait for one, as by a queue that suspends jobs."""
-    assert [process.stdout.readline() for process in ranks] == ["begun\n"] * 3
-    assert ranks[2].wait(20) == 0
-    for process in ranks[:2]:
-        process.send_signal(signal.SIGSTOP)
-    time.sleep(5)
-    for process in ranks[:2]:
-        process.send_signal(signal.SIGCONT)
-        time.sleep(0.5)             # The first one sees the other's old sign of life.
-    time.sleep(3)
-    assert ranks[0].poll() is None and ranks[1].poll() is None
-
-
-def test_a_lost_rank_that_is_no_more_ends_the_others(ranks):
+def test_a_lost_rank_that_is_no_more_ends_the_others():
     """Its number is no process's, as where another rank has killed it and its parent has taken note."""
-    assert [process.stdout.readline() for process in ranks] == ["begun\n"] * 3
-    ranks[1].kill()
-    ranks[1].wait()
-    assert ranks[0].wait(20) == 2
+    with watching(2) as ranks:
+        ranks[1].kill()
+        ranks[1].wait()
+        assert ranks[0].wait(20) == 2
 
 
 HANG = """
