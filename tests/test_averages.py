@@ -58,6 +58,7 @@ def test_a_run_ends_with_the_mixture(config):
 
 def test_the_warm_up_leaves_no_average(config):
     """A checkpoint before the averages begin would keep what it has left, and fail at a NaN."""
-    trainer = train_gpt.Trainer(replace(config, average_steps=2), train_gpt.World())
+    config = change(config, micro_batches=2, batch_tokens=(256, 512, 512), average_steps=2)
+    trainer = train_gpt.Trainer(config, train_gpt.World())
     trainer.warm_up()
     assert trainer.optimizer.averages.state and not any(x.any() for x in trainer.optimizer.averages.state)

@@ -17,8 +17,8 @@ from kernels.bench import __main__ as bench
 from records import __main__ as records
 from records.tools import ablate, markdown, profile
 
-SHORT = ["--preset", "cpu", "--steps", "3", "--extra_steps", "0", "--val_tokens", "2048",
-         "--batch_tokens", "512,768,1024"]
+SHORT = ("--preset cpu --steps 3 --extra_steps 0 --batch_tokens 256,512,768 --sequence_length 128,256,256 "
+         "--val_tokens 1024 --val_chunk 512 --val_sequence_length 256").split()
 
 
 def commands_of(name: str) -> dict[str, str]:
@@ -53,6 +53,7 @@ GUIDE_ELSEWHERE = {
     "python -m pytest -q tests/kernels -k smear": "a part of it",
     'python -m records new "records/runs/*-mine" --name mine --title "3.28 in … s on …" --contributors you':
         "test_records.py::test_a_new_record_is_valid; its words are tried below",
+    "python -m records check": "test_records.py::test_the_records_of_this_repository_are_valid",
     "python -m records report": "test_records.py::test_report",
 }
 GPUS = ("torchrun --standalone --nproc_per_node=8", "srun ", "torchrun --nnodes")   # Only their settings run.
@@ -79,7 +80,7 @@ def place(tmp_path_factory):
     (runs / "books").mkdir()
     tales = (json.dumps({"text": f"Tale {i}. " + "Once upon a time. " * 20}) for i in range(2000))
     (runs / "books" / "tales.jsonl").write_text("\n".join(tales))
-    flags = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768"]
+    flags = [*TINY, *SHORT, "--micro_batches", "2", "--sequence_length", "64,128,128"]
     for name in ("short", "other"):
         succeeded(command(*flags, "--name", name, RUNS_PATH=str(runs)))
     return runs

@@ -74,9 +74,10 @@ def ranks():
 
 def test_ranks_that_were_suspended_go_on(ranks):
     """All stopped for longer than they would wait for one, as by a queue that suspends jobs."""
-    for process in ranks[:2]:
+    for process in ranks[1::-1]:
         process.send_signal(signal.SIGSTOP)
-    time.sleep(5)
+        time.sleep(1.5)             # So the first one has seen the other's last sign of life.
+    time.sleep(3)
     for process in ranks[:2]:
         process.send_signal(signal.SIGCONT)
         time.sleep(0.5)             # The first one sees the other's old sign of life.
