@@ -17,8 +17,8 @@ from kernels.bench import __main__ as bench
 from records import __main__ as records
 from records.tools import ablate, markdown, profile
 
-SHORT = ("--preset cpu --steps 3 --extra_steps 0 --batch_tokens 256,512,768 --sequence_length 128,256,256 "
-         "--val_tokens 1024 --val_chunk 512 --val_sequence_length 256").split()
+SHORT = ("--preset cpu --steps 3 --extra_steps 0 --batch_tokens 256,512,768 --val_tokens 1024 "
+         "--sequence_length 128,256,256 --val_chunk 512 --val_sequence_length 256").split()
 
 
 def commands_of(name: str) -> dict[str, str]:
