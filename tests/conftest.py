@@ -44,7 +44,7 @@ LARGE_TILES = {
 TINY = ("--width 64 --head_dim 32 --qk_dim 32 --ngram_rows 1024 --micro_batches 8 --steps 6 --extra_steps 2 "
         "--batch_tokens 1024,2048,3072 --sequence_length 64,128,128 --window_block 16 "
         "--momentum_warmup 3 --momentum_cooldown 2 "
-        "--val_tokens 2048 --val_every 3 --val_chunk 512 --val_sequence_length 256").split()
+        "--val_tokens 1024 --val_every 3 --val_chunk 512 --val_sequence_length 256").split()
 
 
 def write_documents(folder: Path, lengths: dict[str, list[int]], seed: int = 0) -> Path:

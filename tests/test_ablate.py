@@ -15,7 +15,7 @@ from records.run.settings import UserError, change
 from records.tools import ablate, against
 from records.tools.screen import design, effects
 
-SMALL = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768", "--val_every",
+SMALL = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "128,256,384", "--val_every",
          "0"]
 
 
@@ -105,7 +105,7 @@ def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monk
 
 
 def test_a_check_tells_equal_losses_from_others(config, monkeypatch):
-    config = change(config, micro_batches=2, batch_tokens=(256, 512, 512))
+    config = change(config, micro_batches=2, batch_tokens=(128, 256, 256))
     equal = ablate.check(config, train_gpt.World(), 3, True)
     assert "3 losses of deterministic kernels differ by at most: eager twice 0.000000, eager" in equal
     assert not torch.are_deterministic_algorithms_enabled()
@@ -128,7 +128,7 @@ def test_the_command_prints_a_row_a_try_and_the_first_again(shards, monkeypatch,
     monkeypatch.setattr(sys, "argv", words)
     assert ablate.main() == 0
     rows = rows_of(capsys.readouterr().out)
-    assert rows[0] == ["ms a step", "256", "512", "768"]
+    assert rows[0] == ["ms a step", "128", "256", "384"]
     assert [row[0] for row in rows[2:]] == ["as given", "smear=false", "as given"]
     monkeypatch.setattr(sys, "argv", [*words, "--train", "--steps", "3", "--write_log", "false"])
     assert ablate.main() == 0
@@ -210,13 +210,13 @@ def test_whole_runs_screen_changes_together(config, monkeypatch):
 
 def test_the_command_screens(shards, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ablate", *SMALL, "--data_path", str(shards), "--screen", "--write_log",
-                                      "false", "--try", "smear=false", "--try", "batch_tokens=256"])
+                                      "false", "--try", "smear=false", "--try", "batch_tokens=128"])
     monkeypatch.setattr(ablate, "trained", lambda config, _: ablate.Result(
-        3 + config.smear + config.stages[2].batch_tokens / 256, 1.0, [1.0], {}))
+        3 + config.smear + config.stages[2].batch_tokens / 128, 1.0, [1.0], {}))
     assert ablate.main() == 0
     rows = rows_of(capsys.readouterr().out)
     assert [row[:2] for row in rows[2:]] == [["no change, by the sums of effects", "7.0000"],
-                                             ["smear=false", "-1.0000"], ["batch_tokens=256", "-2.0000"]]
+                                             ["smear=false", "-1.0000"], ["batch_tokens=128", "-2.0000"]]
 
 
 # Two checkouts
@@ -231,7 +231,7 @@ def test_another_checkout_is_timed_by_its_own_tool(shards, tmp_path):
     slower = "    def ms(self):\n        return 9000.0\n\n    def real_ms(self)"
     clock.write_text(clock.read_text().replace("    def ms(self)", slower))
     timed = against.time_checkout(other, [*SMALL, "--extra_steps", "0", "--data_path", str(shards)], 2)
-    assert timed.ms == {"256": 9000.0, "512": 9000.0, "768": 9000.0} and timed.startup_s > 0
+    assert timed.ms == {"128": 9000.0, "256": 9000.0, "384": 9000.0} and timed.startup_s > 0
 
 
 def test_checkouts_take_turns(tmp_path, monkeypatch, capsys):

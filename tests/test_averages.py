@@ -44,7 +44,7 @@ def test_averages_of_more_steps_than_there_are_are_of_all():
 
 def test_a_run_ends_with_the_mixture(config):
     """All steps are the same; after the last one the groups with a time constant have other weights."""
-    ends, config = [], change(config, micro_batches=2, batch_tokens=(256, 512, 512))
+    ends, config = [], change(config, micro_batches=2, batch_tokens=(128, 256, 256))
     for steps in (0, 4):
         trainer = train_gpt.Trainer(replace(config, average_steps=steps, average_every=1), train_gpt.World())
         losses = [trainer.step(step, trainer.loader.batches(step.index)).item() for step in trainer.schedule]
@@ -58,7 +58,7 @@ def test_a_run_ends_with_the_mixture(config):
 
 def test_the_warm_up_leaves_no_average(config):
     """A checkpoint before the averages begin would keep what it has left, and fail at a NaN."""
-    config = change(config, micro_batches=2, batch_tokens=(256, 512, 512), average_steps=2)
+    config = change(config, micro_batches=2, batch_tokens=(128, 256, 256), average_steps=2)
     trainer = train_gpt.Trainer(config, train_gpt.World())
     trainer.warm_up()
     assert trainer.optimizer.averages.state and not any(x.any() for x in trainer.optimizer.averages.state)

@@ -24,7 +24,7 @@ from records.run.settings import UserError
 from records.tools.check import check_clock
 from records.tools.logs import read_log
 
-SHORTER = [*TINY, "--batch_tokens", "256,512,768", "--micro_batches", "4", "--val_every", "0",
+SHORTER = [*TINY, "--batch_tokens", "128,256,384", "--micro_batches", "4", "--val_every", "0",
            "--average_steps", "4", "--average_every", "1", "--slow_share", "0.4"]
 
 

@@ -552,7 +552,7 @@ SWITCHES = ["value_embeddings", "smear", "key_offset", "backout", "late_input", 
             *({name: on} for name, on in INGREDIENTS.items())],
     ids=lambda off: next(iter(off)))
 def test_every_trick_can_be_switched_off(config, off):
-    config = settings.change(config, micro_batches=2, batch_tokens=(256, 512, 512))
+    config = settings.change(config, micro_batches=2, batch_tokens=(128, 256, 256))
     recipe, less = losses_of_stages(config), losses_of_stages(settings.change(config, **off))
     assert all(map(math.isfinite, less)) and recipe != less
 

@@ -24,7 +24,7 @@ REFERENCES = train_gpt.references()
 @pytest.fixture
 def config(config):
     """With every kind of step, in small ones."""
-    return settings.change(config, micro_batches=2, batch_tokens=(256, 512, 512))
+    return settings.change(config, micro_batches=2, batch_tokens=(128, 256, 256))
 
 
 def orthogonalise(x):

@@ -17,7 +17,7 @@ from kernels.bench import __main__ as bench
 from records import __main__ as records
 from records.tools import ablate, markdown, profile
 
-SHORT = ("--preset cpu --steps 3 --extra_steps 0 --batch_tokens 256,512,768 --val_tokens 1024 "
+SHORT = ("--preset cpu --steps 3 --extra_steps 0 --batch_tokens 128,256,384 --val_tokens 1024 "
          "--sequence_length 128,256,256 --val_chunk 512 --val_sequence_length 256").split()
 
 

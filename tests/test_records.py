@@ -726,7 +726,7 @@ def test_watch_ends_with_the_run_and_begins_before_its_first_step(root, capsys):
 
 def test_a_run_of_the_cpu_preset(tmp_path):
     """The program's own log, hash of sources and schedule are what check, stats, plot and report expect."""
-    settings = ("--preset cpu --target 10 --micro_batches 2 --batch_tokens 256,512,512 --runs 2 --steps 4 "
+    settings = ("--preset cpu --target 10 --micro_batches 2 --batch_tokens 128,256,256 --runs 2 --steps 4 "
                 "--extra_steps 0 --val_every 0")
     assert train(*TINY, *settings.split(), RUNS_PATH=str(tmp_path / "runs")).returncode == 0
     assert command("stats", tmp_path / "runs", "--target", 9) == 0

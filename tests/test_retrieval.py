@@ -19,7 +19,7 @@ from records.tools.logs import read_log
 CPU = torch.device("cpu")
 LENGTHS = 1, 3, 5
 SHORT = ("--head_dim 16 --qk_dim 16 --ngrams 2 --near_match 1,2 --retrieval 1,2 --micro_batches 2 --steps 4 "
-         "--extra_steps 1 --batch_tokens 256,512,768 --val_every 0 --val_tokens 512 --save=")
+         "--extra_steps 1 --batch_tokens 128,256,384 --val_every 0 --val_tokens 512 --save=")
 
 
 def random_batches(steps: int, micro_batches: int, n: int, vocabulary: int) -> list[list[train_gpt.Batch]]:
@@ -136,7 +136,7 @@ def test_rows_of_guesses_follow_those_of_n_grams(near, stream):
 def test_the_index_holds_what_was_trained_on_and_nothing_else(config):
     """After warm-up nothing, after a step all of its micro-batches in order; validation adds nothing."""
     config = change(config, head_dim=16, qk_dim=16, ngrams=(2, 3), retrieval=(1, 2), steps=3, extra_steps=1,
-                    micro_batches=2, batch_tokens=(256, 512, 768))
+                    micro_batches=2, batch_tokens=(128, 256, 384))
     trainer = train_gpt.Trainer(config, train_gpt.World())
     index, device = trainer.model.guesses.index, trainer.world.device
     text = torch.empty(0, dtype=torch.int32, device=device)

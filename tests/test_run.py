@@ -28,7 +28,7 @@ from records.run import settings, sources, terminal
 from records.run.log import LogError
 from records.run.settings import UserError
 
-SHORT = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768"]
+SHORT = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "128,256,384"]
 SHORTER = [*SHORT, "--steps", "3", "--extra_steps", "0", "--val_every", "0"]
 
 
@@ -61,7 +61,7 @@ def test_a_run_writes_its_log(first):
     assert "attention: plain" in result.stdout and "FP8: no part; the rest: torch.float32" in result.stdout
     header, *events = read_log(folder)
     assert header["kind"] == "header" and header["name"] == "short" and header["seed"] == 1
-    assert header["config"]["steps"] == 6 and header["config"]["batch_tokens"] == [256, 512, 768]
+    assert header["config"]["steps"] == 6 and header["config"]["batch_tokens"] == [128, 256, 384]
     assert header["fp8"] is False and header["fp8_parts"] == []
     assert header["versions"]["torch"] == torch.__version__ and header["world_size"] == 1
     assert {"NorMuon", "Adam", "RowAdam"} == {group["algorithm"] for group in header["groups"]}
@@ -76,7 +76,7 @@ def test_a_run_writes_its_log(first):
     assert [event["step"] for event in events if event["kind"] == "validation"] == [3, 6, 8]
     summary = events[-1]
     assert summary["kind"] == "summary" and summary["steps"] == 8
-    assert summary["tokens"] == 2 * (256 + 512) + 4 * 768 and summary["loss"] == events[-2]["loss"]
+    assert summary["tokens"] == 2 * (128 + 256) + 4 * 384 and summary["loss"] == events[-2]["loss"]
     assert summary["step_ms"]["p50"] <= summary["step_ms"]["p95"] <= summary["step_ms"]["max"]
     assert sum(event["ms"] for event in steps) / 1e3 == pytest.approx(summary["time_s"], rel=0.05)
     weights = load_file(folder / "model/model.safetensors")
@@ -121,9 +121,9 @@ def test_bad_shard(tmp_path, damage, parts):
 
 
 def test_too_few_tokens(tmp_path):
-    write_documents(tmp_path, {"train_000000": [100] * 15, "val_000000": [100] * 30})
+    write_documents(tmp_path, {"train_000000": [50] * 15, "val_000000": [100] * 30})
     result = command(*SHORT, DATA_PATH=str(tmp_path))
-    refused(result, "1,500 tokens last for", "python -m data.fineweb", "--epochs 5")
+    refused(result, "750 tokens last for", "python -m data.fineweb", "--epochs 5")
     result = command(*SHORTER, "--epochs", "5", "--write_log", "false", DATA_PATH=str(tmp_path))
     said = r"data: the schedule takes about \d\.\d\d epochs of 1 shards; tokens repeat after the first"
     assert re.search(said, result.stdout), result.stderr
@@ -422,7 +422,7 @@ def test_no_setting_is_one_of_the_launchers():
 def test_a_preset_from_outside_the_program_trains(tmp_path, shards, monkeypatch):
     """`records.recipes.medium`, 16 layers deep, at a tiny width on bytes."""
     monkeypatch.setattr(train_gpt, "PRESETS", {**train_gpt.PRESETS})
-    words = ("--vocab_size 257 --batch_tokens 256,512,768 --micro_batches 2 --steps 3 --extra_steps 1 "
+    words = ("--vocab_size 257 --batch_tokens 128,256,384 --micro_batches 2 --steps 3 --extra_steps 1 "
              "--val_every 0 --softmax_samples 16 --ngrams 2,3 --ngram_block 16").split()
     variables = {"DATA_PATH": str(shards), "RUNS_PATH": str(tmp_path)}
     result = succeeded(command(*TINY, *words, program=medium.main, **variables))

@@ -31,7 +31,7 @@ from use.sample import choose, sample
 
 CPU = torch.device("cpu")
 TRAINED_ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SHORTER = [*TINY, "--micro_batches", "2", "--batch_tokens", "256,512,768", "--final_windows", "2,3",
+SHORTER = [*TINY, "--micro_batches", "2", "--batch_tokens", "128,256,384", "--final_windows", "2,3",
            "--val_window", "4", "--save", "log"]
 
 
@@ -81,7 +81,7 @@ def test_a_saved_model_is_whole_and_holds_only_rows_that_were_written(trained, s
     assert facts["written"] == len(numbers) and str(ROOT) not in (folder / "config.json").read_text()
     assert f"{report.validation_loss:.4f}" in (folder / "README.md").read_text()
     config = use_model.config_of(facts, folder)
-    assert config.layers == train_gpt.CPU_LAYERS and config.stages[2].batch_tokens == 768
+    assert config.layers == train_gpt.CPU_LAYERS and config.stages[2].batch_tokens == 384
     look_up = saved.model.ops.lookup
     every = look_up(saved.model.ngrams.table, use_model.train_gpt.embedding.unsorted(torch.arange(1024)))
     assert torch.equal(every[numbers.long()], rows) and every.any(1).sum() == len(numbers)

@@ -197,7 +197,7 @@ def timed(shards, tmp_path_factory) -> tuple[list[dict[str, list[Span]]], dict[s
     variables = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
                      TORCHELASTIC_USE_AGENT_STORE="True", RUNS_PATH=str(folder))
     words = ["--preset", "cpu", *TINY, "--steps", "5", "--extra_steps", "1", "--val_every", "4",
-             "--micro_batches", "2", "--batch_tokens", "256,512,768", "--data_path", str(shards)]
+             "--micro_batches", "2", "--batch_tokens", "128,256,384", "--data_path", str(shards)]
     ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(1.5 * rank), *words], cwd=ROOT, text=True,
                               env=environment(RANK=str(rank), LOCAL_RANK=str(rank), **variables),
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
