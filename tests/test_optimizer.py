@@ -207,7 +207,7 @@ def ranks_results(shards, tmp_path_factory):
     """
     out = tmp_path_factory.mktemp("ranks")
     flags = ["--preset", "cpu", *TINY, "--qk_dim", "16", "--ngram_rows", "512", "--batch_tokens",
-             "512,768,1024", "--steps", "5", "--extra_steps", "1", "--data_path", str(shards)]
+             "256,384,512", "--steps", "5", "--extra_steps", "1", "--data_path", str(shards)]
     result = process(sys.executable, "tests/rank_worker.py", str(out), "6", *flags)
     assert result.returncode == 0, result.stderr + "".join(path.read_text() for path in out.glob("*.txt"))
     return {(ranks, rank, overlap): result for ranks in (1, 2, 4, 8) for rank in range(ranks)

@@ -4,8 +4,10 @@ Of commands that are marked with the GPUs that they need only the settings are t
 """
 import json
 import re
+import runpy
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 import faults
@@ -118,9 +120,10 @@ def asked_of_torchrun(words: list[str], folder: Path) -> list[str]:
     return found.split()
 
 
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules")
 @pytest.mark.parametrize("line", HERE)
 def test_a_command(line, place, tmp_path):
-    """Where the program trains, it does so in this process, which has imported torch."""
+    """In this process where that has imported what the command needs, torch above all."""
     for shown, here in (("records/runs", place), ("-mine", "-short"), (" books/", f" {place}/books"),
                         ("data/shards/books", place / "shards"), ("--out plots", f"--out {tmp_path}"),
                         ("--out traces", f"--out {tmp_path}"), ("--save model", f"--save {tmp_path}/model")):
@@ -134,6 +137,9 @@ def test_a_command(line, place, tmp_path):
         succeeded(command(*words[1:], *SHORT, **variables))
     elif words[1] == "records.tools.profile":
         succeeded(command(*words[2:], *SHORT, program=profile.main, **variables))
+    elif words[1].partition(".")[0] in ("records", "use"):
+        module = partial(runpy.run_module, words[1], run_name="__main__")
+        succeeded(command(*words[2:], program=module, **variables))
     else:
         succeeded(process(sys.executable, *words, **variables))
 
