@@ -52,6 +52,12 @@ def make_trainer(config: train_gpt.Config, **changes) -> train_gpt.Trainer:
     return train_gpt.Trainer(settings.change(config, **changes), train_gpt.World())
 
 
+def two_layers(config: train_gpt.Config) -> tuple[train_gpt.Layer, ...]:
+    """With all that a layer may have."""
+    return (replace(config.layers[0], kept=True, long_window=True),
+            train_gpt.Layer(reads_kept=True, value_embedding=True, backout=True))
+
+
 def awake(model: train_gpt.GPT, to_train: bool = False) -> None:
     """Give every parameter that starts at zero a value, so that every path carries something.
 
@@ -278,9 +284,7 @@ def test_a_step_runs_without_each_kernel(config, off, pretend_gpu):
 
     Newton-Schulz hands nothing on, and is always off: in the interpreter it takes seconds.
     """
-    layers = (replace(config.layers[0], kept=True, long_window=True),
-              train_gpt.Layer(reads_kept=True, value_embedding=True, backout=True))
-    trainer = make_trainer(config, **EVERY_INGREDIENT, **SMALL, layers=layers,
+    trainer = make_trainer(config, **EVERY_INGREDIENT, **SMALL, layers=two_layers(config),
                            fp8=("head", "attention", "mlp"), reference=(off, "newton_schulz"))
     before = [p.detach().clone() for p in trainer.model.parameters()]
     step = trainer.schedule.at(1)
@@ -356,7 +360,7 @@ def test_scaled_linear_layers_give_the_model_the_plain_gradients(config, changes
 
 def test_ngram_rows_keep_their_gradient_in_compiled_heads(config):
     """That of every layer's scale as well. The reference compiles with its n-gram values, in one graph."""
-    trainer = make_trainer(config, ngram_rows=512)
+    trainer = make_trainer(config, ngram_rows=512, layers=two_layers(config))
     model, batch, step = trainer.model, first_batch(trainer), trainer.schedule.at(0)
     awake(model)
     compiled = torch.compile(attention.qkv_heads_reference, backend="aot_eager", fullgraph=True)
