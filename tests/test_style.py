@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import mutate
@@ -133,8 +134,11 @@ def is_triton(function: ast.FunctionDef) -> bool:
     return any(ast.unparse(decorator).startswith("triton.") for decorator in function.decorator_list)
 
 
-TRITON = {function.name for text in PYTHON.values() for function, _ in functions(ast.parse(text))
-          if is_triton(function)}
+@cache                      # Not when this file is imported: every worker of pytest-xdist does that.
+def triton_functions() -> set[str]:
+    texts = (text for text in PYTHON.values() if "@triton." in text)
+    return {function.name for text in texts for function, _ in functions(ast.parse(text))
+            if is_triton(function)}
 
 
 def most_parameters(function: ast.FunctionDef, of_class: ast.ClassDef | None) -> float:
@@ -144,7 +148,7 @@ def most_parameters(function: ast.FunctionDef, of_class: ast.ClassDef | None) ->
     bases = [] if of_class is None else of_class.bases
     of_autograd = any(ast.unparse(base).endswith("Function") for base in bases)
     launches = any(isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-                   and isinstance(node.func.value, ast.Name) and node.func.value.id in TRITON
+                   and isinstance(node.func.value, ast.Name) and node.func.value.id in triton_functions()
                    for node in ast.walk(function))
     passes = of_autograd and function.name in ("forward", "backward")
     return LAUNCHER_PARAMETERS if launches or passes else PARAMETERS
@@ -189,7 +193,7 @@ def test_what_a_large_function_is():
     assert found(f"def f{with_parameters(7, '*a, b=1, ')}: pass\n") == ["f has 9 parameters,"]
     assert found(f"def f():\n    def g{with_parameters(9)}: pass\n") == ["g has 9 parameters,"]
     assert found(f"@triton.jit\ndef f{with_parameters(30)}: pass\n") == []
-    one = sorted(TRITON)[0]
+    one = sorted(triton_functions())[0]
     assert found(f"def f{with_parameters(16)}: {one}[1,](x0)\n") == []
     assert found(f"def f{with_parameters(17)}: {one}[1,](x0)\n") == ["f has 17 parameters,"]
     assert found(f"def f{with_parameters(9)}: anything[1](x0)\n") == ["f has 9 parameters,"]
@@ -240,12 +244,14 @@ def unused(sources: dict[str, str], folder: str = "kernels/") -> dict[str, list[
     return faults
 
 
-UNUSED = unused(PYTHON)
+@cache
+def unused_names() -> dict[str, list[str]]:
+    return unused(PYTHON)
 
 
-@pytest.mark.parametrize("name", UNUSED)
+@pytest.mark.parametrize("name", KERNELS)
 def test_every_public_name_of_a_kernel_is_used(name):
-    assert not UNUSED[name], "\n".join(UNUSED[name])
+    assert not (faults := unused_names()[name]), "\n".join(faults)
 
 
 def test_what_an_unused_name_is():
