@@ -117,7 +117,8 @@ def test_bad_shard(tmp_path, damage, parts):
     write_documents(tmp_path, {"train_000000": [100] * 300, "val_000000": [300] * 10})
     path = tmp_path / "train_000000.bin"
     path.write_bytes(damage(path.read_bytes()))
-    refused(command(*SHORT, DATA_PATH=str(tmp_path)), str(path), *parts)
+    result = command(*SHORT, DATA_PATH=str(tmp_path), RUNS_PATH=str(tmp_path / "runs"))
+    refused(result, str(path), *parts)
 
 
 def test_too_few_tokens(tmp_path):
