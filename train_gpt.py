@@ -166,10 +166,9 @@ class Config:
     # An n-gram row for a guess of the next token: what followed the longest earlier match of the last tokens,
     # 1, 2, …, in this sequence (kernels/retrieval; proposed to the public speedrun). Worth 0.006 to 0.008.
     near_match: tuple[Few, ...] = ()
-    # Two n-gram rows for the two tokens that followed such a match in earlier steps (likewise proposed).
-    # Worth 0.037 on `val`, which repeats the training text, and 0.001 on other texts.
+    # Where the model is scored, part of the probability is how often a token followed the last 1, 2 or 3 in
+    # the text that was trained on (kernels/retrieval; Jelinek and Mercer, 1980). 2 and 3 are worth 0.007.
     retrieval: tuple[Few, ...] = ()
-    retrieval_slots: Positive = 1_000_000_000    # ends of text that the index holds at most, 8 bytes each
     # Part of the next token's probability points at what followed like states, found with so many channels
     # (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
     copy_channels: Count = 0        # a power of two, as 128; 0: none
@@ -479,17 +478,16 @@ class GPT(nn.Module):
 
         rows = [2 * config.heads * config.qk_dim + 2 * config.width] * depth + [4 * config.width] * 2 * depth
         self.bank = nn.ParameterList(table(n) for n in rows)
-        # The embedding is the head's weight (Press and Wolf, arXiv 1608.05859; @varunneal #175). A quarter of
-        # a run ends 0.033 higher with a table of its own (records/measuring.md).
+        # The head is the embedding, too (arXiv 1608.05859; @varunneal #175): worth 0.033 in a quarter of one.
         self.head = table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
         classes = torch.from_numpy(gpt2_classes()) if config.ngram_classes else None
         self.ngrams = ngrams.NGrams(config.ngrams, config.ngram_rows, config.head_dim, depth, collectives,
                                     self.dtype, device, classes)
-        capacity = sum(step.batch_tokens for step in Schedule(config))
-        self.guesses = retrieval.Guesses(config.near_match, config.retrieval, config.retrieval_slots,
-                                         capacity, self.ops.suffix_keys, device)
+        self.guesses = retrieval.Guesses(config.near_match, self.ops.suffix_keys)
         self.ngrams.read_guesses(self.guesses)
+        capacity = sum(step.batch_tokens for step in Schedule(config))
+        self.counts = retrieval.TextCounts(config.retrieval, capacity, device)
         self.copy_head = copying.CopyHead(
             config.copy_channels, config.width, config.attention_scale, self.dtype, device)
         self.attention_scalars = scalars(depth, 2)                          # of Q, K and V, and of O
@@ -600,6 +598,7 @@ class GPT(nn.Module):
         """Both losses from what the head sees; with candidates, over a sample of the vocabulary."""
         ops, in_fp8, weights = self.ops, "head" in self.fp8, self.loss_weights[:len(context.step.multi_token)]
         mixture = self.copy_head.mixture(x, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
+        mixture = self.counts.mixed(mixture, batch, context.positions.is_start)
         wanted = loss.Targets(batch.targets, context.positions.is_start, weights, mixture,
                               loss.ruled_out(self.never, batch.tokens))
         if not len(batch.candidates):
@@ -1067,7 +1066,7 @@ class Trainer:
                     optimizer.check_finite(self.loss)
             training_loss.backward()
         optimizer.step()
-        self.model.guesses.learn(batches, self.world.collectives.all_gathered)
+        self.model.counts.learn(batches, self.world.collectives.all_gathered)
 
     def capture(self, step: Step, batches: list[Batch]) -> None:
         """Record what a step of this kind does as a CUDA graph, from now on replayed by one launch."""
@@ -1102,7 +1101,7 @@ class Trainer:
             for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
                 act(step, batches)
         self.optimizer.restore(snapshot)
-        self.model.guesses.forget()
+        self.model.counts.forget()
         del snapshot                                # Validation takes its memory.
         batch = to_device(self.validation.batches[0], self.world.device)
         for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())).values():
@@ -1135,6 +1134,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
                 done = step.index + 1
                 if done in points:
                     trainer.optimizer.gather()      # on the clock, for it belongs to the step
+                    trainer.model.counts.sort()     # likewise
                     with clock.paused():
                         report.validation(done, trainer.validate(schedule.validation(done)))
                 keeper.after(done)

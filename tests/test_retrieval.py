@@ -1,5 +1,6 @@
-"""Guesses of the next token: against a plain search, what they may depend on, and in whole runs."""
+"""Guesses and counts: against a plain search, what they may depend on, and in whole runs."""
 import sys
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -9,8 +10,9 @@ from conftest import TINY, process
 
 import train_gpt
 from kernels import ngrams
+from kernels.loss import Mixture
 from kernels.ranks.collectives import Collectives
-from kernels.retrieval import Guesses, near_guesses, suffix_keys
+from kernels.retrieval import Guesses, TextCounts, counts, near_guesses, suffix_keys
 from kernels.sequence import starts
 from records.run.settings import UserError, change
 from records.tools.classes import table_class
@@ -70,87 +72,148 @@ def test_near_guesses_are_those_of_a_plain_search():
     assert {number for _, number in expected} == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("slots", [10 ** 6, 50])
-def test_the_index_finds_what_a_dictionary_finds(slots):
-    """With too few slots it forgets some, but what it finds is true: the check tells collisions."""
-    steps, known, seen, lost = random_batches(5, 3, 150, 4), {}, set(), 0
-    guesses = Guesses((), LENGTHS, slots, 10 ** 6, suffix_keys, CPU)
-    for step in steps:
-        for batch in step:
-            keys = guesses.keys(batch.tokens, starts(batch.cu_seqlens, 150))
-            found = zip(*(x.tolist() for x in guesses.index.look_up(keys)))
-            for sequence in sequences(batch):
-                for i in range(len(sequence)):
-                    *following, number = next(found)
-                    full = found_in(known, sequence[:i + 1])
-                    lost += number != full[1]
-                    assert (following, number) == found_in(known, sequence[:i + 1], number)
-                    seen.add(number)
-        for sequence in (sequence for batch in step for sequence in sequences(batch)):
-            for i in range(len(sequence)):
-                remember(known, sequence, i, 1)
-        guesses.learn(step, Collectives(1).all_gathered)
-    assert seen == {0, 1, 2, 3} and bool(lost) == (slots == 50)
+def n_grams(sequence: list[int]) -> Iterator[tuple[int, ...]]:
+    """Those that end at each token, of up to four tokens, with zeros before the sequence."""
+    for i in range(len(sequence)):
+        last = [0, 0, 0, *sequence][i:i + 4]
+        yield from (tuple(last[-length:]) for length in (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize("lengths, alone", [((1, 2, 3), False), ((3,), True)])
+def test_counts_are_those_of_a_dictionary(lengths, alone, monkeypatch):
+    """Of a text in four parts, two of them cut inside a sequence, that is mixed into a head's probability."""
+    monkeypatch.setattr(counts, "PART", 400)
+    [*trained, [scored, _]], known = random_batches(6, 2, 140, 9), Counter()
+    text = TextCounts(lengths, 5 * 2 * 140, CPU)
+    text.forget()
+    for step in trained:
+        text.learn(step, Collectives(1).all_gathered)
+    text.sort()
+    assert len(text.parts) == 4
+    for part in text.written().split(400):
+        begins = [0, *(i for i in range(1, len(part)) if part[i] < 0), len(part)]
+        for a, b in zip(begins, begins[1:]):
+            known.update(n_grams(part[a:b].abs().tolist()))
+    head, odds, rest = torch.rand(3, 140, generator=torch.Generator().manual_seed(0)).double()
+    mixture = None if alone else Mixture(odds.log(), rest.log())
+    with torch.no_grad():
+        mixed = text.mixed(mixture, scored, starts(scored.cu_seqlens, 140))
+    i, unseen = 0, 0
+    for sequence in sequences(scored):
+        for place in range(len(sequence)):
+            target = int(scored.targets[i]) + 1
+            p = head[i] if alone else rest[i] * (head[i] + odds[i])
+            for length in lengths:
+                context = tuple([0, 0, 0, *sequence[:place + 1]][-length:])
+                if times := known[context]:
+                    p = 0.99 * p + 0.01 * known[(*context, target)] / times
+                unseen += not times
+            found = mixed.log_rest[i].exp() * (head[i] + mixed.log_odds[i].exp())
+            assert found.item() == pytest.approx(float(p), rel=1e-5)
+            i += 1
+    assert i == 140 and 0 < unseen < 200
+
+
+def test_where_there_are_gradients_nothing_is_counted():
+    [[batch]], mixture = random_batches(1, 1, 30, 3), Mixture(torch.zeros(30), torch.zeros(30))
+    text, is_start = TextCounts((1,), 30, CPU), starts(batch.cu_seqlens, 30)
+    assert text.mixed(mixture, batch, is_start) is mixture and text.mixed(None, batch, is_start) is None
+    with torch.no_grad():
+        assert text.mixed(mixture, batch, is_start) is not mixture
+        assert TextCounts((), 30, CPU).mixed(mixture, batch, is_start) is mixture
+
+
+def test_the_largest_vocabulary_can_be_counted():
+    """Its last token fills all bits but one; an n-gram's next one is still a number."""
+    largest = counts.LARGEST_VOCABULARY
+    text = TextCounts((1, 3), 8, CPU)
+    tokens = torch.tensor([largest - 1] * 8).int()
+    batch = train_gpt.Batch(tokens, tokens, torch.tensor([0, 8]).int(), tokens[:0], 8)
+    text.learn([batch], Collectives(1).all_gathered)
+    text.sort()
+    keys = counts.pack(*counts.last_tokens(tokens + 1, starts(batch.cu_seqlens, 8)))
+    assert [text.occurrences(keys[-1:], length).item() for length in (1, 2, 3, 4)] == [8, 7, 6, 5]
 
 
 def test_a_guess_depends_on_no_later_token():
     """Another token j changes no row of a token before j, nor one of another sequence; and some behind it."""
-    first, [batch] = (step for step in random_batches(2, 1, 120, 3))
-    guesses, is_start = Guesses((1, 3), (2, 4), 1000, 240, suffix_keys, CPU), starts(batch.cu_seqlens, 120)
-    guesses.learn(first, Collectives(1).all_gathered)
+    [[batch]] = random_batches(1, 1, 120, 3)
+    guesses, is_start = Guesses((1, 3), suffix_keys), starts(batch.cu_seqlens, 120)
     rows, sequence, changed = guesses.rows(batch.tokens, is_start, 10 ** 6), is_start.cumsum(0), 0
-    assert rows.shape == (120, 3) and rows.dtype == torch.int32 and rows.min() >= 0 and rows.max() < 10 ** 6
+    assert rows.shape == (120, 1) and rows.dtype == torch.int32 and rows.min() >= 0 and rows.max() < 10 ** 6
     for j in range(120):
         other = batch.tokens.clone()
         other[j] = (other[j] + 1) % 3
         differs = (guesses.rows(other, is_start, 10 ** 6) != rows).any(1)
         assert not differs[:j].any() and not differs[sequence != sequence[j]].any()
         changed += bool(differs[j])
-    assert changed > 60 and len(rows.unique()) > 20
+    assert changed > 60 and len(rows.unique()) > 5
+
+
+def test_a_score_counts_no_later_token_and_no_other_sequence():
+    """Another target, or another token elsewhere, leaves the counts that belong to a token as they are."""
+    *trained, [batch] = random_batches(3, 1, 120, 3)
+    text, is_start = TextCounts((1, 2, 3), 240, CPU), starts(batch.cu_seqlens, 120)
+    for step in trained:
+        text.learn(step, Collectives(1).all_gathered)
+    text.sort()
+    sequence = is_start.cumsum(0)
+    with torch.no_grad():
+        first = text.mixed(None, batch, is_start)
+        for j in range(0, 120, 7):
+            tokens = batch.tokens.clone()
+            tokens[j] = (tokens[j] + 1) % 3
+            other = text.mixed(None, batch._replace(tokens=tokens), is_start)
+            differs = (other.log_odds != first.log_odds) | (other.log_rest != first.log_rest)
+            assert not differs[:j].any() and not differs[sequence != sequence[j]].any() and differs[j]
+            assert not differs[j + 3:].any()
 
 
 def test_what_fills_a_batch_up_is_no_text():
     """Token 0, without targets, behind the last sequence."""
-    guesses = Guesses((), (1, 2), 1000, 64, suffix_keys, CPU)
+    text = TextCounts((1, 2), 64, CPU)
     tokens = torch.tensor([9, 0, 0, 7, 5] + [0] * 11)
     batch = train_gpt.Batch(tokens.int(), torch.tensor([0, 0, 7, 5, 6] + [-1] * 11).int(),
                             torch.tensor([0, 5, 16]).int(), tokens[:0].int(), 11)
-    guesses.learn([batch], Collectives(1).all_gathered)
-    assert guesses.index.written().tolist() == [-10, 1, 1, 8, 6] + [-1] * 11
+    text.learn([batch], Collectives(1).all_gathered)
+    assert text.written().tolist() == [-10, 1, 1, 8, 6] + [-1] * 11
 
 
-@pytest.mark.parametrize("near, stream", [((), ()), ((2,), ()), ((2,), (3,))])
-def test_rows_of_guesses_follow_those_of_n_grams(near, stream):
+@pytest.mark.parametrize("near", [(), (2,)])
+def test_rows_of_guesses_follow_those_of_n_grams(near):
     table = ngrams.NGrams((2, 3), 1009, 16, 3, Collectives(1), torch.float32, CPU)
-    guesses, [[batch]] = Guesses(near, stream, 100, 60, suffix_keys, CPU), random_batches(1, 1, 60, 3)
+    guesses, [[batch]] = Guesses(near, suffix_keys), random_batches(1, 1, 60, 3)
     table.read_guesses(guesses)
     table.initialise()
     is_start = starts(batch.cu_seqlens, 60)
     rows = table.index(ngrams.ngram_index, batch.tokens, is_start).view(60, -1)
-    assert rows.shape[1] == table.heads == table.scales.shape[1] == 2 + len(near) + 2 * len(stream)
+    assert rows.shape[1] == table.heads == table.scales.shape[1] == 2 + len(near)
     assert torch.equal(rows[:, :2].flatten(), ngrams.ngram_index(batch.tokens, is_start, (2, 3), 1009))
     if near:
         assert torch.equal(rows[:, 2:], guesses.rows(batch.tokens, is_start, 1009))
 
 
-def test_the_index_holds_what_was_trained_on_and_nothing_else(config):
+def test_counts_are_of_what_was_trained_on_and_of_nothing_else(config):
     """After warm-up nothing, after a step all of its micro-batches in order; validation adds nothing."""
-    config = change(config, head_dim=16, qk_dim=16, ngrams=(2, 3), retrieval=(1, 2), steps=3, extra_steps=1,
-                    micro_batches=2, batch_tokens=(128, 256, 384))
+    config = change(config, retrieval=(1, 2), steps=3, extra_steps=1, micro_batches=2,
+                    batch_tokens=(128, 256, 384))
     trainer = train_gpt.Trainer(config, train_gpt.World())
-    index, device = trainer.model.guesses.index, trainer.world.device
+    counted, device = trainer.model.counts, trainer.world.device
     text = torch.empty(0, dtype=torch.int32, device=device)
+    nothing = counts.pack(*torch.zeros(4, 1, dtype=torch.int32, device=device))
     trainer.warm_up()
-    assert not any(x.any() for x in (index.text, index.slots, index.count))
+    assert not counted.text.any() and not counted.count and all((x == nothing).all() for x in counted.parts)
     for step in trainer.schedule:
         batches = trainer.loader.batches(step.index)
         trainer.step(step, batches)
         for batch in (train_gpt.to_device(batch, device) for batch in batches):
             sign = 1 - 2 * starts(batch.cu_seqlens, len(batch.tokens)).int()
             text = torch.cat([text, ((batch.tokens + 1) * sign).masked_fill(batch.targets < 0, -1)])
-        assert torch.equal(index.written(), text)
-    trainer.validate(trainer.schedule.validation(4))
-    assert len(text) == len(index.text) - 2 and torch.equal(index.written(), text) and index.slots.any()
+        assert torch.equal(counted.written(), text)
+    without = trainer.validate(trainer.schedule.validation(4))
+    counted.sort()
+    assert trainer.validate(trainer.schedule.validation(4)) != without
+    assert len(text) == len(counted.text) and torch.equal(counted.written(), text)
 
 
 RUNS = """
@@ -175,9 +238,11 @@ def test_two_ranks_go_on_from_one_and_end_as_it_does(shards, tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     ("--near_match 0", "--near_match 0: expected a whole number from 1 to 64"),
-    ("--retrieval 4", "--ngrams 2,4 --near_match '' --retrieval 4: each takes a head"),
-    ("--near_match 4 --ngram_rows 0 --width 192", "--ngram_rows 0: near_match and"),
-    ("--retrieval 4 --ngrams 2 --head_dim 32 --qk_dim 32", "--save log with --retrieval: a model without"),
+    ("--near_match 4", "--ngrams 2,4 --near_match 4: each takes a head"),
+    ("--near_match 4 --ngram_rows 0 --width 192", "--ngram_rows 0: near_match needs"),
+    ("--retrieval 3,4", "--retrieval 3,4: contexts of up to 3 tokens are counted"),
+    ("--retrieval 2 --vocab_size 65535", "--retrieval 2 --vocab_size 65535: n-grams of at most 65534 tokens"),
+    ("--retrieval 2", "--save log with --retrieval: a model without its counts"),
 ])
 def test_settings_that_cannot_work(arguments, message):
     with pytest.raises(UserError, match=message):

@@ -66,7 +66,6 @@ def near_guesses(tokens: Tensor, is_start: Tensor, keys: Tensor) -> tuple[Tensor
     return (tokens[place].long() + 1).masked_fill(number == 0, 0), number
 
 
-def guess_rows(guess: Tensor, number: Tensor, kind: int, kinds: int, count: int) -> Tensor:
-    """Rows (n,) int32, of `count`, for guesses of one of `kinds` with the number of the match's length."""
-    code = guess + LARGEST_TOKEN * (kinds * number + kind)
-    return (mix(code) % count).int()
+def guess_rows(guess: Tensor, number: Tensor, count: int) -> Tensor:
+    """Rows (n,) int32, of `count`, for guesses and the numbers of their matches' lengths."""
+    return (mix(guess + LARGEST_TOKEN * number) % count).int()

@@ -29,7 +29,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,7 +70,7 @@ def check_saving(config) -> None:
         raise UserError(f"--name {shown(config.name)}: it becomes part of a folder's name; leave out the /")
     check_place(config)
     if config.save and config.retrieval:
-        raise UserError(f"--save {shown(config.save)} with --retrieval: a model without its index of the"
+        raise UserError(f"--save {shown(config.save)} with --retrieval: a model without its counts of the"
                         " training text is not whole; give --save=")
     wanted = config.checkpoint_every > 0 or config.checkpoint_on_stop
     if config.checkpoint_every < 0 or wanted != bool(config.checkpoint):
@@ -145,8 +144,8 @@ def copy_state(trainer, steps_done: int) -> Copy:
         if pending and shard.weight.ndim == 1:
             for i, p in enumerate(shard.group.params):
                 tensors[f"{name}/{i}/grads of rank {world.rank}@0"] = p.grad.flatten().clone()
-    if world.rank == 0 and (index := trainer.model.guesses.index):
-        tensors["retrieval/text"] = index.written()
+    if world.rank == 0 and trainer.config.retrieval:
+        tensors["retrieval/text"] = trainer.model.counts.written()
     return Copy(steps_done, tensors, optimizer.finite.clone())
 
 
@@ -432,10 +431,8 @@ def restore_state(trainer, found: Found) -> None:
             p.copy_(pieces.numbers(f"{name}/{i}/weight", 0, p))
             if pending and shard.weight.ndim == 1:
                 p.grad.copy_(own_gradient(f"{name}/{i}/grads", p, pieces, found.index["ranks"], world))
-    if index := trainer.model.guesses.index:
-        steps = [step.batch_tokens for step in islice(trainer.schedule, found.step)]
-        for text in pieces.tensor("retrieval/text").split(steps):
-            index.add(text.to(world.device))
+    if trainer.config.retrieval:
+        trainer.model.counts.add(pieces.tensor("retrieval/text").to(world.device))
 
 
 def own_gradient(name: str, p: Tensor, pieces: Pieces, ranks: int, world) -> Tensor:

@@ -12,6 +12,7 @@ from data.classes import GPT2_SIZE
 from kernels import ngrams
 from kernels.attention import ATTENTION, why_not
 from kernels.copying.pointer import LARGEST
+from kernels.retrieval.counts import LARGEST_VOCABULARY, LONGEST
 from records.run.kinds import Between, OneOf
 from records.run.settings import UserError, check, defaults, shown
 
@@ -71,12 +72,15 @@ def model_faults(c) -> Iterator[Fault]:
     yield c.rotary_base < 1, "rotary_base", "use 1 or more"
     yield (c.gate_channels % 2 or c.gate_channels > c.width, "gate_channels",
            f"half are of x and half of a value row; use an even number of at most {c.width}")
-    guesses, in_heads = c.near_match or c.retrieval, len(c.ngrams) if c.ngram_rows else 0
-    kinds = in_heads + bool(c.near_match) + 2 * bool(c.retrieval)
-    yield (kinds > c.heads, "ngrams near_match retrieval" if guesses else "ngrams",
-           f"each takes a head{', and retrieval two' * bool(guesses)}; use at most {c.heads} or more heads")
-    yield (guesses and not (c.ngrams and c.ngram_rows), "ngrams ngram_rows",
-           "near_match and retrieval need the n-gram table, which is off; set both to none")
+    in_heads = (len(c.ngrams) if c.ngram_rows else 0) + bool(c.near_match)
+    yield (in_heads > c.heads, "ngrams near_match" if c.near_match else "ngrams",
+           f"each takes a head; use at most {c.heads} or more heads")
+    yield (c.near_match and not (c.ngrams and c.ngram_rows), "ngrams ngram_rows",
+           "near_match needs the n-gram table, which is off; set it to none")
+    yield (any(length > LONGEST for length in c.retrieval), "retrieval",
+           f"contexts of up to {LONGEST} tokens are counted")
+    yield (c.retrieval and c.vocab_size > LARGEST_VOCABULARY, "retrieval vocab_size",
+           f"n-grams of at most {LARGEST_VOCABULARY} tokens are counted; use --retrieval ''")
     yield (c.ngram_classes and c.vocab_size != GPT2_SIZE, "ngram_classes vocab_size",
            f"only GPT-2's {GPT2_SIZE} tokens have classes; use --ngram_classes false")
     yield (c.shared_updates and c.vocab_size != GPT2_SIZE, "shared_updates vocab_size",
