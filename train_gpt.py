@@ -167,7 +167,7 @@ class Config:
     # 1, 2, …, in this sequence (kernels/retrieval; proposed to the public speedrun). Worth 0.006 to 0.008.
     near_match: tuple[Few, ...] = ()
     # Where the model is scored, part of the probability is how often a token followed the last 1, 2 or 3 in
-    # the text that was trained on (kernels/retrieval; Jelinek and Mercer, 1980). 2 and 3 are worth 0.007.
+    # the text that was trained on (kernels/retrieval). Lengths 2 and 3 are worth 0.006 to 0.009.
     retrieval: tuple[Few, ...] = ()
     # Part of the next token's probability points at what followed like states, found with so many channels
     # (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
