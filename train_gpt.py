@@ -172,7 +172,7 @@ class Config:
     # Part of the next token's probability points at what followed like states, found with so many channels
     # (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
     copy_channels: Count = 0        # a power of two, as 128; 0: none
-    # Where the model is scored, tokens that GPT-2's encoder never writes next have no probability
+    # Where the model is scored, tokens that GPT-2's encoder never writes next get nothing from the head
     # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
     canonical: bool = False
     # So many tokens share a softmax's sample; fewer have fewer targets, which saves logits. 0: all of them.
@@ -478,7 +478,7 @@ class GPT(nn.Module):
 
         rows = [2 * config.heads * config.qk_dim + 2 * config.width] * depth + [4 * config.width] * 2 * depth
         self.bank = nn.ParameterList(table(n) for n in rows)
-        # The head is the embedding, too (arXiv 1608.05859; @varunneal #175): worth 0.033 in a quarter of one.
+        # The head is the embedding, too (arXiv 1608.05859; @varunneal #175): 0.033 in a quarter of a run.
         self.head = table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
         classes = torch.from_numpy(gpt2_classes()) if config.ngram_classes else None
@@ -1101,8 +1101,8 @@ class Trainer:
             for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
                 act(step, batches)
         self.optimizer.restore(snapshot)
-        self.model.counts.forget()
         del snapshot                                # Validation takes its memory.
+        self.model.counts.forget()
         batch = to_device(self.validation.batches[0], self.world.device)
         for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())).values():
             self.model.score(batch, step)
@@ -1134,7 +1134,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
                 done = step.index + 1
                 if done in points:
                     trainer.optimizer.gather()      # on the clock, for it belongs to the step
-                    trainer.model.counts.sort()     # likewise
+                    trainer.model.counts.sort()     # on the clock, for no score can do without it
                     with clock.paused():
                         report.validation(done, trainer.validate(schedule.validation(done)))
                 keeper.after(done)

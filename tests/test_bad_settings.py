@@ -59,7 +59,7 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
     (["--gate_channels", "500"], ["--gate_channels 500", "an even number of at most 64"]),
     (["--gate_channels", "7"], ["--gate_channels 7", "an even number"]),
     (["--ngrams", "2,9"], ["--ngrams 2,9: expected a whole number from 1 to 6, not 9"]),
-    (["--ngrams", "2,3,4"], ["--ngrams 2,3,4: each takes a head", "at most 2"]),
+    (["--ngrams", "2,3,4"], ["--ngrams 2,3,4: each takes a head", "there are 2"]),
     (["--ngrams", "2,3", "--near_match", "4"], ["--ngrams 2,3 --near_match 4: ", "each takes a head"]),
     (["--ngram_rows", "2000000000"], ["--ngram_rows 2000000000", "from 0 to 1,073,741,824"]),
     (["--ngram_classes", "true"], ["--ngram_classes True --vocab_size 257", "GPT-2's"]),

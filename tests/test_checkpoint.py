@@ -276,9 +276,9 @@ def test_what_a_copy_takes_of_the_device_is_known_before(config, pending):
     tensors = checkpoint.copy_state(trainer, config.checkpoint_every).tensors
     storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for name, x in tensors.items()
                 if not name.startswith("n-gram table")}
-    counted = checkpoint.copied_bytes(trainer.optimizer, config)
+    counted = checkpoint.copied_bytes(trainer.model, trainer.optimizer, config)
     assert counted == pytest.approx(sum(storages.values()), rel=0.02)
-    assert checkpoint.copied_bytes(trainer.optimizer, replace(config, checkpoint="")) == 0
+    assert checkpoint.copied_bytes(trainer.model, trainer.optimizer, replace(config, checkpoint="")) == 0
 
 
 def test_only_the_newest_two_are_kept(tmp_path, config, monkeypatch):

@@ -14,6 +14,7 @@ from kernels.loss import Mixture
 from kernels.ranks.collectives import Collectives
 from kernels.retrieval import Guesses, TextCounts, counts, near_guesses, suffix_keys
 from kernels.sequence import starts
+from records.run.log import RunLog
 from records.run.settings import UserError, change
 from records.tools.classes import table_class
 from records.tools.logs import read_log
@@ -29,9 +30,9 @@ def random_batches(steps: int, micro_batches: int, n: int, vocabulary: int) -> l
     rng, made = np.random.default_rng(0), []
     for _ in range(steps * micro_batches):
         begins = np.union1d([0], rng.choice(n, 6)).tolist()
-        tokens = torch.from_numpy(rng.integers(0, vocabulary, n).astype(np.int32))
+        tokens, targets = torch.from_numpy(rng.integers(0, vocabulary, (2, n)).astype(np.int32))
         cu_seqlens = torch.tensor(begins + [n] * (8 - len(begins)), dtype=torch.int32)
-        made.append(train_gpt.Batch(tokens, tokens, cu_seqlens, tokens[:0], n))
+        made.append(train_gpt.Batch(tokens, targets, cu_seqlens, tokens[:0], n))
     return [made[i:i + micro_batches] for i in range(0, len(made), micro_batches)]
 
 
@@ -41,21 +42,19 @@ def sequences(batch: train_gpt.Batch) -> Iterator[list[int]]:
     yield from ((batch.tokens[a:b] + 1).tolist() for a, b in zip(bounds, bounds[1:]))
 
 
-def remember(known: dict, sequence: list[int], upto: int, ahead: int) -> None:
-    """What followed each end of `sequence[:upto]`, and `ahead` tokens later; 0 behind the sequence's end."""
+def remember(known: dict, sequence: list[int]) -> None:
+    """The last token followed each end of the text before it."""
     for length in LENGTHS:
-        if 0 < length <= upto < len(sequence):
-            following = (sequence[upto:] + [0])[:1 + ahead]
-            known[(length, *sequence[upto - length:upto])] = following
+        if length < len(sequence):
+            known[(length, *sequence[-length - 1:-1])] = sequence[-1]
 
 
-def found_in(known: dict, ended: list[int], number: int | None = None) -> tuple[list[int], int]:
-    """What followed the longest known end of text, and its length's number, at most `number`; or 0."""
-    for i in range(len(LENGTHS) if number is None else number, 0, -1):
-        length = LENGTHS[i - 1]
+def found_in(known: dict, ended: list[int]) -> tuple[int, int]:
+    """What followed the longest known end of text, and its length's number; or 0."""
+    for i, length in reversed([*enumerate(LENGTHS, 1)]):
         if length <= len(ended) and (length, *ended[-length:]) in known:
             return known[(length, *ended[-length:])], i
-    return [0, 0], 0
+    return 0, 0
 
 
 def test_near_guesses_are_those_of_a_plain_search():
@@ -64,9 +63,8 @@ def test_near_guesses_are_those_of_a_plain_search():
     for sequence in sequences(batch):
         known = {}
         for i in range(len(sequence)):
-            remember(known, sequence[:i + 1], i, 0)         # It has seen sequence[i], and no more.
-            (guess, *_), number = found_in(known, sequence[:i + 1])
-            expected.append((guess, number))
+            remember(known, sequence[:i + 1])       # It has seen sequence[i], and no more.
+            expected.append(found_in(known, sequence[:i + 1]))
     guess, number = near_guesses(batch.tokens, is_start, suffix_keys(batch.tokens, is_start, LENGTHS))
     assert list(zip(guess.tolist(), number.tolist())) == expected
     assert {number for _, number in expected} == {0, 1, 2, 3}
@@ -81,7 +79,7 @@ def n_grams(sequence: list[int]) -> Iterator[tuple[int, ...]]:
 
 @pytest.mark.parametrize("lengths, alone", [((1, 2, 3), False), ((3,), True)])
 def test_counts_are_those_of_a_dictionary(lengths, alone, monkeypatch):
-    """Of a text in four parts, two of them cut inside a sequence, that is mixed into a head's probability."""
+    """Those of a text in four parts, whose borders lie inside sequences, mixed into a head's probability."""
     monkeypatch.setattr(counts, "PART", 400)
     [*trained, [scored, _]], known = random_batches(6, 2, 140, 9), Counter()
     text = TextCounts(lengths, 5 * 2 * 140, CPU)
@@ -151,7 +149,7 @@ def test_a_guess_depends_on_no_later_token():
 
 
 def test_a_score_counts_no_later_token_and_no_other_sequence():
-    """Another target, or another token elsewhere, leaves the counts that belong to a token as they are."""
+    """Another target changes its own place alone, and another token at most the next two places."""
     *trained, [batch] = random_batches(3, 1, 120, 3)
     text, is_start = TextCounts((1, 2, 3), 240, CPU), starts(batch.cu_seqlens, 120)
     for step in trained:
@@ -167,6 +165,11 @@ def test_a_score_counts_no_later_token_and_no_other_sequence():
             differs = (other.log_odds != first.log_odds) | (other.log_rest != first.log_rest)
             assert not differs[:j].any() and not differs[sequence != sequence[j]].any() and differs[j]
             assert not differs[j + 3:].any()
+            targets = batch.targets.clone()
+            targets[j] = (targets[j] + 1) % 3
+            other = text.mixed(None, batch._replace(targets=targets), is_start)
+            assert torch.equal(other.log_rest, first.log_rest)
+            assert (other.log_odds != first.log_odds).nonzero().tolist() == [[j]]
 
 
 def test_what_fills_a_batch_up_is_no_text():
@@ -176,7 +179,9 @@ def test_what_fills_a_batch_up_is_no_text():
     batch = train_gpt.Batch(tokens.int(), torch.tensor([0, 0, 7, 5, 6] + [-1] * 11).int(),
                             torch.tensor([0, 5, 16]).int(), tokens[:0].int(), 11)
     text.learn([batch], Collectives(1).all_gathered)
-    assert text.written().tolist() == [-10, 1, 1, 8, 6] + [-1] * 11
+    assert text.written().tolist() == [-10, 1, 1, 8, 6] + [0] * 11
+    text.sort()
+    assert text.occurrences(counts.pack(*torch.tensor([1, 0, 0, 0])[:, None]), 1) == 2
 
 
 @pytest.mark.parametrize("near", [(), (2,)])
@@ -208,12 +213,18 @@ def test_counts_are_of_what_was_trained_on_and_of_nothing_else(config):
         trainer.step(step, batches)
         for batch in (train_gpt.to_device(batch, device) for batch in batches):
             sign = 1 - 2 * starts(batch.cu_seqlens, len(batch.tokens)).int()
-            text = torch.cat([text, ((batch.tokens + 1) * sign).masked_fill(batch.targets < 0, -1)])
+            text = torch.cat([text, ((batch.tokens + 1) * sign).masked_fill(batch.targets < 0, 0)])
         assert torch.equal(counted.written(), text)
     without = trainer.validate(trainer.schedule.validation(4))
     counted.sort()
+    [keys] = counted.parts
     assert trainer.validate(trainer.schedule.validation(4)) != without
     assert len(text) == len(counted.text) and torch.equal(counted.written(), text)
+    assert torch.equal(keys, counts.pack(*counts.last_tokens(text.abs(), text < 0)).sort().values)
+    first = keys.clone()
+    counted.forget()
+    train_gpt.train(trainer, RunLog("short", enabled=False), {"startup_s": 0.0})
+    assert torch.equal(keys, first)
 
 
 RUNS = """
@@ -241,7 +252,7 @@ def test_two_ranks_go_on_from_one_and_end_as_it_does(shards, tmp_path):
     ("--near_match 4", "--ngrams 2,4 --near_match 4: each takes a head"),
     ("--near_match 4 --ngram_rows 0 --width 192", "--ngram_rows 0: near_match needs"),
     ("--retrieval 3,4", "--retrieval 3,4: contexts of up to 3 tokens are counted"),
-    ("--retrieval 2 --vocab_size 65535", "--retrieval 2 --vocab_size 65535: n-grams of at most 65534 tokens"),
+    ("--retrieval 2 --vocab_size 65535", "--retrieval 2 --vocab_size 65535: at most 65534 different tokens"),
     ("--retrieval 2", "--save log with --retrieval: a model without its counts"),
 ])
 def test_settings_that_cannot_work(arguments, message):

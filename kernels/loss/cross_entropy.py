@@ -4,11 +4,11 @@ The softcap keeps s between 0 and 23, so no maximum is needed before exponential
 modded-nanogpt's (@ClassicLarry, #181), after the bounded logits of Gemma 2 (arXiv 2408.00118). c_v says how
 many tokens candidate v of a sampled softmax stands for; without candidate weights it is 1.
 
-The first target may also have a probability from elsewhere, e^o: the copy head's. `log_odds` are these o, in
-units in which the logits' probability is e^(−l). The loss is that of the sum, l − log(1 + e^(o + l)). Its
-gradient for o is −h, with h = σ(o + l) the other source's share in the sum. For the logits the gradient of l
-would shrink to 1 − h of itself. We leave that factor out, and the logits learn as if they were alone. With it
-the model learns least where it could copy, and ends worse (records/ideas.md).
+The first target may also have a probability from elsewhere, e^o: the copy head's, and in a score the counts'.
+`log_odds` are these o, in units in which the logits' probability is e^(−l). The loss is that of the sum, l −
+log(1 + e^(o + l)). Its gradient for o is −h, with h = σ(o + l) the other source's share in the sum. For the
+logits the gradient of l would shrink to 1 − h of itself. We leave that factor out, and the logits learn as if
+they were alone. With it the model learns least where it could copy, and ends worse (records/ideas.md).
 
 Tokens that cannot come next (data/canonical.py) may be left out: their s is -NEVER, as good as -infinity, but
 a mixture still has its other part.

@@ -12,7 +12,7 @@ for four ranks and the rounds for 1, 2, 4 and 8; a test compares them with what 
     n-grams     two all_to_alls that the model itself sends: rows forward, their gradients backward
     features    with `--shared_updates` a reduce_scatter of gradients and an all_gather of updates, in the
                 update of each group of tables of tokens
-    text        with `--retrieval` one all_gather by the trainer after all others, for the index of every rank
+    text        with `--retrieval` one all_gather by the trainer after all others, for every rank's counts
 """
 from typing import NamedTuple
 

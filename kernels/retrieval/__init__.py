@@ -6,34 +6,40 @@
    guess and the length (`guess_rows`), so the model learns how far to trust each. Rows, their exchange
    between ranks and their optimizer are those of the n-gram table. A guess depends on no later token than its
    own.
-2. Counts (`--retrieval 1,2,3`). Where the model is scored, p becomes (1 − s) p + s k/c for each length of
+2. Counts (`--retrieval 2,3`). Where the model is scored, p becomes (1 − s) p + s k/c for each length of
    context in turn: of the c places in the training text where the context occurs, k are followed by the
    target (Jelinek and Mercer, 1980: interpolated n-grams). Training does not know of them. The text is
    gathered on the clock, step by step and in the order of its micro-batches, so any number of ranks has the
    same; it is sorted on the clock when the model is to be scored.
    With `--retrieval 2,3` the loss is lower by 0.008 on `val`, 0.006 on `clean` and 0.009 on `fineweb`, for
-   one run's weights, and steps take as long (records/measuring.md). Nearly all of that comes from trigrams
-   with 1 to 9 places in the training text: a row of the n-gram table has learned little from so few.
+   one run's weights, and steps take as long (records/measuring.md). With a small n-gram table nearly all of
+   the gain on `clean` comes from trigrams with 1 to 9 places in the training text. Perhaps a row of the table
+   learns too little from so few.
 
 - `matching.py`: hashes of the last tokens, earlier places inside a sequence, the longest match.
 - `guesses.py`: `Guesses`, which rows tokens read.
 - `counts.py`: `TextCounts`, the n-grams of the training text.
 
 Whose idea: a row for what followed a match in the document, and rows for what followed in earlier steps, are
-open proposals to the public speedrun. The second saves its authors 46% of the steps. Here two such rows were
-worth 0.037 of loss on `val`, which repeats the training text, and 0.001 and 0.002 on `clean` and `fineweb`.
-They were last in 1c79697; counts in the output take their place. What counting said (23 November 2026, an
-index of 150 M training tokens, the first 500,000 tokens of each text, cut at 2,048; percent of the tokens
-with such a match and, in brackets, percent of these whose guess is right):
+open proposals to the public speedrun. By its authors' figures, which we have not checked, the second saves
+46% of the steps. Here two such rows were worth 0.037 of loss on `val`, which repeats the training text, and
+0.001 and 0.002 on `clean` and `fineweb`. They were last in 1c79697; counts in the output take their place.
 
-    longest match of       val            clean          fineweb
-    stream  20             2.4 (97)       0.0 (–)        0.04 (94)
-            10 to 19       1.1 (78)       0.1 (28)       0.12 (58)
-             6 to 9        6.3 (34)       4.9 (23)       3.6 (22)
-    near     8 or more     0.6 (76)       0.3 (76)       1.1 (77)
-             4 to 7        2.8 (46)       2.0 (44)       3.7 (52)
-             2 to 3       14.5 (28)      12.4 (27)      15.2 (30)
-             1            38.0 (12)      36.7 (11)      37.8 (13)
+How often such a match was right (23 November 2026, 150 M tokens of earlier steps, the first 500,000 tokens of
+each text, cut at 2,048; percent of the tokens with such a longest match and, in brackets, percent of these
+whose next token is what followed):
+
+    where              tokens         val            clean          fineweb
+    in earlier steps   20             2.4 (97)       0.0 (–)        0.04 (94)
+                       10 to 19       1.1 (78)       0.1 (28)       0.12 (58)
+                        6 to 9        6.3 (34)       4.9 (23)       3.6 (22)
+    in the sequence     8 or more     0.6 (76)       0.3 (76)       1.1 (77)
+                        4 to 7        2.8 (46)       2.0 (44)       3.7 (52)
+                        2 to 3       14.5 (28)      12.4 (27)      15.2 (30)
+                        1            38.0 (12)      36.7 (11)      37.8 (13)
+
+On the first 524,288 tokens of `clean`, the latest of 188 M training tokens with an equal end of 2, 3 and 4 or
+more tokens (27, 33 and 34% of the tokens) are right for 12, 14 and 18% of them (27 November 2026).
 """
 from kernels.retrieval.counts import TextCounts
 from kernels.retrieval.guesses import Guesses

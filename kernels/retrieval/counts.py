@@ -10,6 +10,7 @@ from kernels.sequence import previous, starts
 LONGEST = 3             # tokens of context: with the one that follows they fill 64 bits
 SHARE = 0.01            # of the counts of each length in the probability
 BITS = 16               # of a token
+NOTHING = -2 ** 63      # the key of no token
 LARGEST_VOCABULARY = 2 ** BITS - 2
 PART = 2 ** 24          # tokens that are sorted together; each takes some 48 bytes meanwhile
 
@@ -19,7 +20,8 @@ def pack(newest: Tensor, *earlier: Tensor) -> Tensor:
 
     Tokens count from 1, and 0 is no token.
     """
-    key = (newest.long() - 2 ** (BITS - 1)) * 2 ** (3 * BITS)       # from the least number of int64 on
+    # No token at all gives the smallest number of int64, so that all of its 64 bits are used.
+    key = (newest.long() - 2 ** (BITS - 1)) * 2 ** (3 * BITS)
     for i, token in enumerate(earlier):
         key += token.long() * 2 ** (BITS * (2 - i))
     return key
@@ -43,21 +45,22 @@ class TextCounts:
 
     def __init__(self, lengths: tuple[int, ...], capacity: int, device: torch.device):
         """`lengths` of contexts, from 1 to `LONGEST`, () for none. 12 bytes for each of `capacity` tokens."""
-        self.lengths = (*sorted(lengths),)
-        # Tokens count from 1, and are negative where a sequence starts; 0: not written yet.
+        self.lengths = (*sorted({*lengths}),)
+        # Tokens count from 1, and are negative where a sequence starts; 0: no token.
         self.text = torch.zeros(capacity if lengths else 0, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)      # of tokens written
-        self.parts = [torch.zeros_like(part, dtype=torch.int64) for part in self.text.split(PART)]
+        self.parts = [torch.full_like(part, NOTHING, dtype=torch.int64)
+                      for part in self.text.split(PART) if len(part)]
 
     @torch.no_grad()
     def learn(self, batches: Iterable, all_gathered: Callable[[Tensor], Tensor]) -> None:
         """Add a step's text: this rank's `batches`, and those of the other ranks. All ranks must call.
 
-        What fills a batch up, which has no targets, becomes sequences of one token.
+        What fills a batch up, which has no targets, is no text.
         """
         if self.lengths:
             text = [((batch.tokens + 1) * (1 - 2 * starts(batch.cu_seqlens, len(batch.tokens)).int())
-                     ).masked_fill(batch.targets < 0, -1) for batch in batches]
+                     ).masked_fill(batch.targets < 0, 0) for batch in batches]
             self.add(all_gathered(torch.cat(text)))
 
     def add(self, text: Tensor) -> None:
@@ -68,11 +71,11 @@ class TextCounts:
         self.count += len(text)
 
     def written(self) -> Tensor:
-        """A copy of the text so far, from which `add` makes these counts again."""
+        """A copy of the text so far, from which `add` and `sort` make these counts again."""
         return self.text[:int(self.count)].clone()
 
     def sort(self) -> None:
-        """Make the counts those of the text so far. An n-gram across two parts is not counted."""
+        """Make the counts those of the text so far. Each part begins as a sequence does."""
         for part, text in zip(self.parts, self.text.split(PART)):
             is_start = text < 0
             is_start[:1] = True
@@ -87,7 +90,7 @@ class TextCounts:
     def occurrences(self, keys: Tensor, length: int) -> Tensor:
         """How often the newest `length` tokens of each of keys (n,) occur, (n,) int64."""
         size = 2 ** (BITS * (LONGEST + 1 - length))
-        low = keys & -size
+        low = keys & -size      # Without its older tokens a key is the smallest with these newest ones.
         return sum(torch.searchsorted(part, low + size) - torch.searchsorted(part, low)
                    for part in self.parts)
 

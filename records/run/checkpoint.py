@@ -13,7 +13,7 @@ Tensors are cut by parameter and not by rank, so that other ranks find their par
     GROUP/steps                         how many updates there were
     TABLE/rows of rank r/k              of the n-gram table, rows that have been updated: numbers, and in
                                         r's columns weight, second, last (see `TableState`)
-    retrieval/text                      with `--retrieval`: the text of all steps, to index it again
+    retrieval/text                      with `--retrieval`: the text of all steps, to count it again
     TABLE/pending rows of rank r        rows that have a gradient, and it: between two steps of one update
 
 A step first copies the state on the device, which takes milliseconds; rows of the n-gram table go straight to
@@ -29,6 +29,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,12 +150,12 @@ def copy_state(trainer, steps_done: int) -> Copy:
     return Copy(steps_done, tensors, optimizer.finite.clone())
 
 
-def copied_bytes(optimizer, config) -> int:
+def copied_bytes(model, optimizer, config) -> int:
     """What `copy_state` takes of the device at most; it is held until the files are written."""
     if not config.checkpoint:
         return 0
     pending = config.checkpoint_on_stop or config.checkpoint_every % config.adam_every > 0
-    copied = []
+    copied = [model.counts.text]
     for shard in optimizer.shards.values():
         if not hasattr(shard, "table"):
             copied += [*buffers(shard, optimizer.averages).values()]
@@ -432,7 +433,9 @@ def restore_state(trainer, found: Found) -> None:
             if pending and shard.weight.ndim == 1:
                 p.grad.copy_(own_gradient(f"{name}/{i}/grads", p, pieces, found.index["ranks"], world))
     if trainer.config.retrieval:
-        trainer.model.counts.add(pieces.tensor("retrieval/text").to(world.device))
+        steps = [step.batch_tokens for step in islice(trainer.schedule, found.step)]
+        for text in pieces.tensor("retrieval/text").split(steps):
+            trainer.model.counts.add(text.to(world.device))
 
 
 def own_gradient(name: str, p: Tensor, pieces: Pieces, ranks: int, world) -> Tensor:

@@ -74,13 +74,13 @@ def model_faults(c) -> Iterator[Fault]:
            f"half are of x and half of a value row; use an even number of at most {c.width}")
     in_heads = (len(c.ngrams) if c.ngram_rows else 0) + bool(c.near_match)
     yield (in_heads > c.heads, "ngrams near_match" if c.near_match else "ngrams",
-           f"each takes a head; use at most {c.heads} or more heads")
+           f"each takes a head, of which there are {c.heads}")
     yield (c.near_match and not (c.ngrams and c.ngram_rows), "ngrams ngram_rows",
-           "near_match needs the n-gram table, which is off; set it to none")
+           "near_match needs the n-gram table, which is off; use --near_match none")
     yield (any(length > LONGEST for length in c.retrieval), "retrieval",
            f"contexts of up to {LONGEST} tokens are counted")
     yield (c.retrieval and c.vocab_size > LARGEST_VOCABULARY, "retrieval vocab_size",
-           f"n-grams of at most {LARGEST_VOCABULARY} tokens are counted; use --retrieval ''")
+           f"at most {LARGEST_VOCABULARY} different tokens can be counted; use --retrieval none")
     yield (c.ngram_classes and c.vocab_size != GPT2_SIZE, "ngram_classes vocab_size",
            f"only GPT-2's {GPT2_SIZE} tokens have classes; use --ngram_classes false")
     yield (c.shared_updates and c.vocab_size != GPT2_SIZE, "shared_updates vocab_size",

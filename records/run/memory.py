@@ -252,6 +252,6 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
         snapshot = sum(x.nbytes for shard in shards for x in {shard.weights, shard.weight})
         by_row = [shard.state() for shard in optimizer.shards.values() if not hasattr(shard, "weights")]
         table = sum(x.nbytes for state in by_row for x in state if x.ndim and len(x) == config.ngram_rows)
-        held, copy = made - table + counter.shared + inputs, copied_bytes(optimizer, config)
+        held, copy = made - table + counter.shared + inputs, copied_bytes(model, optimizer, config)
     return {chunk: Need(table, held, counter.shared, snapshot, copy, max(peaks), apart, peak)
             for chunk, peak in validation.items()}

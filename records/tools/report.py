@@ -24,7 +24,8 @@ HEAD = ["record", "date", "time (s)", "loss (nats/token)", "target", "n", "p", "
         "machine", "preset", "by"]
 LEGEND = ("Mean ± standard deviation over n runs; p of the one-sided t-test of \"the mean loss is above the "
           "target\", for n > 1.\nThe class of the n-gram table goes by its parameters: at most 0.3 G, at "
-          "most 65 G, or open.\nOther texts, -: scored on the validation text alone.")
+          "most 65 G, or open.\nRuns with --retrieval are classes of their own.\n"
+          "Other texts, -: scored on the validation text alone.")
 # Of what others wrote into a record nothing may run or be fetched, even where an escape was forgotten.
 POLICY = ("default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
           "form-action 'none'")
