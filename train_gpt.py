@@ -478,7 +478,7 @@ class GPT(nn.Module):
 
         rows = [2 * config.heads * config.qk_dim + 2 * config.width] * depth + [4 * config.width] * 2 * depth
         self.bank = nn.ParameterList(table(n) for n in rows)
-        # The head is the embedding, too (arXiv 1608.05859; @varunneal #175): 0.033 in a quarter of a run.
+        # It is the embedding, too (arXiv 1608.05859; @varunneal #175): worth 0.033 in a quarter of a run.
         self.head = table(config.padded_vocab)
         self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
         classes = torch.from_numpy(gpt2_classes()) if config.ngram_classes else None

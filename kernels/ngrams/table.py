@@ -95,9 +95,9 @@ class NGrams(nn.Module):
         self.row_gradients: RowGradients | None = None  # where the table's gradient goes; None: to table.grad
 
     def read_guesses(self, guesses) -> None:
-        """Tokens also read rows for guesses of the next token, by a `retrieval.Guesses`."""
-        if guesses.kinds:
-            self.guesses, self.heads = guesses, self.heads + guesses.kinds
+        """Tokens also read a row for a guess of the next token, by a `retrieval.Guesses`, if it makes any."""
+        if guesses.near:
+            self.guesses, self.heads = guesses, self.heads + 1
             self.scales = nn.Parameter(self.scales.new_zeros(len(self.scales), self.heads))
 
     @torch.no_grad()

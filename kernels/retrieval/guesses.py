@@ -11,7 +11,7 @@ class Guesses:
 
     def __init__(self, near: tuple[int, ...], suffix_keys: Callable):
         """`near`: lengths of matches, () for none. `suffix_keys` may be its compiled form."""
-        self.near, self.suffix_keys, self.kinds = (*sorted(near),), suffix_keys, int(bool(near))
+        self.near, self.suffix_keys = (*sorted(near),), suffix_keys
 
     def rows(self, tokens: Tensor, is_start: Tensor, count: int) -> Tensor:
         """Rows (n, 1) int32 of a table of `count` rows, for each token."""
