@@ -700,11 +700,11 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
 
 class Shard:
-    """A group's flat buffers: all weights and gradients, and the optimizer state of this rank's part of them.
+    """A group's flat buffers: `all_…` for the whole group, and `own_…` and optimizer state for a rank's part.
 
-    The model's parameters become views of the buffers, so that a collective takes a part of a buffer as it
-    is. Subclasses' `update` changes this rank's part from its summed gradient; `finite` and `lr`, which is
-    `Step.lr`, are 0-dim.
+    The model's parameters become views of the former, so that a collective takes a part of a buffer as it is.
+    On one rank both are the same tensors. Subclasses' `update` changes the own weights by their summed
+    gradient; `finite` and `lr`, which is `Step.lr`, are 0-dim.
     """
 
     def __init__(self, group: Group, config: Config, world: World, grads: Tensor | None = None):
@@ -713,37 +713,37 @@ class Shard:
         unit = first.shape if group.algorithm is NorMuon else torch.Size()      # a matrix, or a number
         form, rounds = dict(dtype=first.dtype, device=first.device), group.rounds(ranks)
         zeros = world.collectives.zeros if ranks > 1 else torch.zeros       # Other ranks may read them.
-        self.weights = torch.zeros(sum(length for *_, length in rounds), *unit, **form)
-        self.grads = zeros(*self.weights.shape, **form) if grads is None else grads
+        self.all_weights = torch.zeros(sum(length for *_, length in rounds), *unit, **form)
+        self.all_grads = zeros(*self.all_weights.shape, **form) if grads is None else grads
         self.places, start = [], 0      # of each round: where it lies in whole buffers, and in this rank's
         for params, _, length in rounds:
             for i, p in enumerate(params):
                 place = slice(start + i, start + i + (1 if unit else p.numel()))
-                self.weights[place].view(p.shape).copy_(p.data)
-                p.data, p.grad = self.weights[place].view(p.shape), self.grads[place].view(p.shape)
+                self.all_weights[place].view(p.shape).copy_(p.data)
+                p.data, p.grad = self.all_weights[place].view(p.shape), self.all_grads[place].view(p.shape)
             own = slice(start // ranks, (start + length) // ranks)
             self.places.append((slice(start, start + length), own))
             start += length
 
-        self.weight, self.grad = self.weights, self.grads                   # this rank's part of them
+        self.own_weights, self.own_grads = self.all_weights, self.all_grads
         if ranks > 1:
-            self.weight = zeros(start // ranks, *unit, **form)
+            self.own_weights = zeros(start // ranks, *unit, **form)
             for whole, own in self.places:
-                self.weight[own] = self.weights[whole].chunk(ranks)[world.rank]
-            self.grad = torch.zeros_like(self.weight)
+                self.own_weights[own] = self.all_weights[whole].chunk(ranks)[world.rank]
+            self.own_grads = torch.zeros_like(self.own_weights)
         in_halves = first.dtype == torch.bfloat16
-        self.mantissa_bits = torch.zeros_like(self.weight, dtype=torch.int16) if in_halves else None
-        self.momentum = torch.zeros_like(self.weight, dtype=torch.float32)
-        self.second = torch.zeros_like(self.weight[..., :1] if unit else self.weight, dtype=torch.float32)
+        self.mantissa_bits = torch.zeros_like(self.own_weights, dtype=torch.int16) if in_halves else None
+        self.momentum = torch.zeros_like(self.own_weights, dtype=torch.float32)
+        self.second = torch.zeros_like(self.momentum[..., :1] if unit else self.momentum)
         self.slow: Tensor | None = None     # NorMuon's second average of the gradients
         self.steps = torch.zeros((), device=first.device)
         self.shared = updates.SharedUpdates(gpt2_features(), group.params, world) if group.shared else None
 
     def state(self) -> list[Tensor]:
         """All that a step changes."""
-        own = [self.weight] if self.weight is not self.weights else []
+        own = [self.own_weights] if self.own_weights is not self.all_weights else []
         own += self.shared.moments if self.shared else []
-        return [x for x in (self.weights, *own, self.grads, self.mantissa_bits, self.slow,
+        return [x for x in (self.all_weights, *own, self.all_grads, self.mantissa_bits, self.slow,
                             self.momentum, self.second, self.steps) if x is not None]
 
 
@@ -751,11 +751,11 @@ class Adam(Shard):
     """Adam. Every rank updates an equal part of each parameter, or all of a replicated one."""
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, rates: updates.Rates) -> None:
-        shared = self.shared and self.shared.update(ops, self.grad, self.steps, finite, self.group.betas)
+        shared = self.shared and self.shared.update(ops, self.own_grads, self.steps, finite, self.group.betas)
         ops.adam_update(
-            updates.Master(self.weight, self.mantissa_bits), self.grad, self.momentum, self.second,
+            updates.Master(self.own_weights, self.mantissa_bits), self.own_grads, self.momentum, self.second,
             self.steps, self.group.rule(finite, lr, self.config.cautious), self.group.betas, shared)
-        self.grads.zero_()
+        self.all_grads.zero_()
 
 
 class NorMuon(Shard):
@@ -766,8 +766,8 @@ class NorMuon(Shard):
         ranks, (rows, columns) = world.size, group.params[0].shape
         height = columns if group.square_blocks else rows
         self.shape = torch.Size([-1, height, columns])      # of the matrices that are orthogonalised
-        rates = torch.tensor(group.matrix_lr + [1.0] * (len(self.weights) - len(group.matrix_lr)),  # padding
-                             device=self.weights.device)
+        padding = [1.0] * (len(self.all_weights) - len(group.matrix_lr))
+        rates = torch.tensor(group.matrix_lr + padding, device=self.all_weights.device)
         self.matrix_lr = rates.view(-1, ranks)[:, world.rank].repeat_interleave(rows // height).view(-1, 1, 1)
         self.normalisation = "aol" if config.aol else "frobenius"
         self.triples = updates.polar_express(
@@ -777,14 +777,14 @@ class NorMuon(Shard):
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, rates: updates.Rates) -> None:
         weight, bits, grad, momentum, slow = (
             x if x is None else x.view(self.shape) for x in
-            (self.weight, self.mantissa_bits, self.grad, self.momentum, self.slow))
+            (self.own_weights, self.mantissa_bits, self.own_grads, self.momentum, self.slow))
         direction = ops.nesterov_momentum(grad, momentum, slow, rates, finite)
         direction = ops.newton_schulz(direction, self.triples, self.normalisation)
         rule = self.group.rule(finite, lr, self.config.cautious)
         rule = rule._replace(lr=rule.lr * self.matrix_lr)
         ops.neuron_update(updates.Master(weight, bits), direction, self.second.view(-1, self.shape[1], 1),
                           rule, self.group.betas[1], self.config.neuron_norm)
-        self.grads.zero_()      # Autograd, in a reference, only adds.
+        self.all_grads.zero_()      # Autograd, in a reference, only adds.
 
 
 class RowAdam:
@@ -834,7 +834,7 @@ class Optimizer:
                        group.algorithm(group, config, world, grads if group.replicated else None)
                        for group, grads in zip(groups, self.small_grads.split(sizes))}
         self.averages = updates.Averages(
-            [updates.Averaged(shard.weight, shard.mantissa_bits, shard.group.memory)
+            [updates.Averaged(shard.own_weights, shard.mantissa_bits, shard.group.memory)
              for shard in self.shards.values() if shard.group.memory],
             config.steps + config.extra_steps, config.average_steps, config.average_every,
             config.average_share, config.width)
@@ -869,7 +869,7 @@ class Optimizer:
     def start_gather(self, transfer: Transfer) -> Work:
         shard = self.shards[transfer.what]
         whole, own = shard.places[transfer.round]
-        return self.world.collectives.all_gather(shard.weights[whole], shard.weight[own])
+        return self.world.collectives.all_gather(shard.all_weights[whole], shard.own_weights[own])
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -889,7 +889,7 @@ class Optimizer:
             else:
                 shard = self.shards[transfer.what]
                 whole, own = shard.places[transfer.round]
-                work = self.world.collectives.reduce_scatter(shard.grad[own], shard.grads[whole])
+                work = self.world.collectives.reduce_scatter(shard.own_grads[own], shard.all_grads[whole])
             self.sums.setdefault(transfer.what, []).append(work)
 
     @torch.no_grad()
@@ -917,7 +917,7 @@ class Optimizer:
     @torch.no_grad()
     def check_ranks(self) -> None:
         """RankError if a weight that the last step used differs between ranks, but for the n-gram table."""
-        self.world.check_equal({f"the weights of group {name!r}": shard.weights
+        self.world.check_equal({f"the weights of group {name!r}": shard.all_weights
                                 for name, shard in self.shards.items() if isinstance(shard, Shard)})
 
     def state(self) -> list[Tensor]:

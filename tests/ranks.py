@@ -63,16 +63,16 @@ def fail(action: str, where: object) -> None:
         case "mistake":
             raise ValueError("a mistake")
         case "nan weight":
-            optimizer.shards["mlp"].weight.fill_(torch.nan)
+            optimizer.shards["mlp"].own_weights.fill_(torch.nan)
         case "nan row":
             optimizer.shards["n-gram table"].table.weight.fill_(torch.nan)
         case "nan gradient":
             optimizer.small_grads.fill_(torch.nan)
         case "bit":             # of a group that every rank updates by itself, so that no gather repairs it
             [shard, *_] = (shard for shard in optimizer.shards.values() if shard.group.replicated)
-            shard.weights.view(torch.uint8)[2] ^= 64
+            shard.all_weights.view(torch.uint8)[2] ^= 64
         case "gathered bit":
-            optimizer.shards["mlp"].weights.view(-1).view(torch.uint8)[2] ^= 64
+            optimizer.shards["mlp"].all_weights.view(-1).view(torch.uint8)[2] ^= 64
 
 
 def disturb(place: str, action: str) -> None:

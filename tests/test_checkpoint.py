@@ -113,14 +113,14 @@ def made_up_trainer(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fil
         group = train_gpt.Group(name, params, ["layer 0"] * len(params), 1.0, (0.9, 0.9), 0.0, algorithm,
                                 **more)
         shards[name] = algorithm(group, config, world)
-    averaged = [updates.Averaged(shards[name].weight, None, 5.0) for name in ("matrices", "tables")]
+    averaged = [updates.Averaged(shards[name].own_weights, None, 5.0) for name in ("matrices", "tables")]
     averages = updates.Averages(averaged, 20, 5, 1, 0.5, 4)
     for shard in shards.values() if fill else ():
         for x in (*checkpoint.buffers(shard, averages).values(), shard.steps,
                   *checkpoint.feature_moments(shard)):
             x.copy_(torch.randint(-999, 999, x.shape))
         if isinstance(shard, train_gpt.Adam):
-            shard.grads.copy_(torch.randint(-9, 9, shard.grads.shape))
+            shard.all_grads.copy_(torch.randint(-9, 9, shard.all_grads.shape))
     table = made_up_table(rank, ranks, dtype, listed, fill)
     shards["rows"] = SimpleNamespace(table=table, group=SimpleNamespace(betas=(0.0, 0.99)))
     optimizer = SimpleNamespace(shards=shards, finite=torch.tensor(True), averages=averages)
@@ -294,7 +294,7 @@ def test_only_the_newest_two_are_kept(tmp_path, config, monkeypatch):
             keeper.after(steps_done)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step-0000003", "step-0000004", "step-0000004.old", "step-1.part", "step-by-step"]
-    for bad in (trainer.optimizer.finite, next(iter(trainer.optimizer.shards.values())).weight):
+    for bad in (trainer.optimizer.finite, next(iter(trainer.optimizer.shards.values())).own_weights):
         kept = bad.clone()
         bad.fill_(torch.nan if bad.is_floating_point() else False)
         with pytest.raises(LogError, match="not whole: .* a loss or a weight is not finite"):

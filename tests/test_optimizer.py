@@ -162,7 +162,7 @@ def test_bf16_weights_follow_float32_exactly(config):
     for g in grads:
         narrow.grad.copy_(g)
         update(shard, 0.7, 0.9)
-    master = updates.Master(shard.weight, shard.mantissa_bits)
+    master = updates.Master(shard.own_weights, shard.mantissa_bits)
     assert torch.equal(updates.read_master(master)[:50], wide.detach())
 
 
@@ -186,9 +186,9 @@ def test_shards_cover_every_matrix_once(config, ranks, matrices):
         for (whole, own), (_, stop, _) in zip(shard.places, group.rounds(world.size), strict=True):
             assert whole.stop - whole.start == world.size and own.stop - own.start == 1
             assert stop == stops[whole.start]
-            shard.grad[own].copy_(shard.grads[whole].chunk(world.size)[world.rank])
+            shard.own_grads[own].copy_(shard.all_grads[whole].chunk(world.size)[world.rank])
         update(shard, 1.0, 0.9)
-        return [shard.weight[own] for _, own in shard.places]
+        return [shard.own_weights[own] for _, own in shard.places]
 
     whole = torch.cat(updated(SimpleNamespace(rank=0, size=1)))
     worlds = [SimpleNamespace(rank=rank, size=ranks, collectives=Collectives(ranks)) for rank in range(ranks)]
@@ -255,9 +255,9 @@ def test_check_of_ranks_finds_a_flipped_bit(trainer):
     optimizer, good = trainer.optimizer, None
     trainer.world.collectives = Three(3)
     groups = [shard for shard in optimizer.shards.values() if isinstance(shard, train_gpt.Shard)]
-    good = torch.stack([hash_bits(shard.weights) for shard in groups])[None]
+    good = torch.stack([hash_bits(shard.all_weights) for shard in groups])[None]
     optimizer.check_ranks()
-    bits = optimizer.shards["mlp"].weights.view(torch.int32)
+    bits = optimizer.shards["mlp"].all_weights.view(torch.int32)
     bits[3, 5, 7] ^= 1 << 9
     with pytest.raises(RankError, match="group .mlp. of rank 1 differ from those of the other"):
         optimizer.check_ranks()
@@ -350,12 +350,12 @@ def test_warm_up_visits_every_kind(trainer, monkeypatch):
 
 def test_adam_takes_the_gradients_of_two_steps(trainer):
     head = trainer.optimizer.shards["head"]
-    before, mlp = head.weights.clone(), trainer.optimizer.shards["mlp"].weights.clone()
+    before, mlp = head.all_weights.clone(), trainer.optimizer.shards["mlp"].all_weights.clone()
     trainer.step(trainer.schedule.at(0), trainer.loader.batches(0))
-    assert torch.equal(before, head.weights) and head.grads.any()
-    assert not torch.equal(mlp, trainer.optimizer.shards["mlp"].weights)
+    assert torch.equal(before, head.all_weights) and head.all_grads.any()
+    assert not torch.equal(mlp, trainer.optimizer.shards["mlp"].all_weights)
     trainer.step(trainer.schedule.at(1), trainer.loader.batches(1))
-    assert not torch.equal(before, head.weights) and not head.grads.any()
+    assert not torch.equal(before, head.all_weights) and not head.all_grads.any()
 
 
 def test_the_row_update_takes_the_rows_of_two_steps(config, monkeypatch):
@@ -490,7 +490,7 @@ def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, kerne
 
     def compare(shard, *_):
         for whole, _ in () if shard.group.replicated else shard.places:
-            now, early, stop = given[shard.grads[whole].data_ptr()]
+            now, early, stop = given[shard.all_grads[whole].data_ptr()]
             assert torch.equal(now, early), (shard.group.name, stop)
             checked.append((shard.group.name, stop))
 

@@ -115,7 +115,7 @@ def test_a_step_sends_what_its_timetable_says(sending, index, monkeypatch):
     gathered, summed = {}, {optimizer.small_grads.data_ptr(): (SMALL, None)}
     for name, shard in optimizer.shards.items():
         for i, (whole, own) in enumerate(getattr(shard, "places", ()) if not shard.group.replicated else ()):
-            gathered[shard.weight[own].data_ptr()] = summed[shard.grads[whole].data_ptr()] = name, i
+            gathered[shard.own_weights[own].data_ptr()] = summed[shard.all_grads[whole].data_ptr()] = name, i
     record_stops(monkeypatch, optimizer, log)
     trainer.step(step, trainer.loader.batches(index))
 

@@ -278,7 +278,7 @@ def test_a_snapshot_holds_the_bits(trainer):
     optimizer = trainer.optimizer
     shards = [shard for shard in optimizer.shards.values() if isinstance(shard, train_gpt.Shard)]
     for shard in shards:
-        shard.mantissa_bits = torch.ones_like(shard.weight, dtype=torch.int16)
+        shard.mantissa_bits = torch.ones_like(shard.own_weights, dtype=torch.int16)
     kept = optimizer.snapshot()
     for shard in shards:
         shard.mantissa_bits.zero_()

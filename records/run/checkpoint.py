@@ -90,7 +90,7 @@ def own_parts(shard, rank: int, ranks: int) -> Iterator[tuple[int, int, slice]]:
     number = 0
     for (params, _, _), (_, own) in zip(shard.group.rounds(ranks), shard.places, strict=True):
         size = own.stop - own.start
-        if shard.weight.ndim > 1:                       # matrices, one a rank; the last ones may be padding
+        if shard.own_weights.ndim > 1:     # matrices, one a rank; the last ones may be padding
             if rank < len(params):
                 yield number + rank, 0, own
         else:
@@ -102,9 +102,9 @@ def own_parts(shard, rank: int, ranks: int) -> Iterator[tuple[int, int, slice]]:
 
 def buffers(shard, averages) -> dict[str, Tensor]:
     """What a rank alone holds of a group, by name; all but gradients."""
-    found = {"weight": shard.weight, "mantissa_bits": shard.mantissa_bits, "momentum": shard.momentum,
+    found = {"weight": shard.own_weights, "mantissa_bits": shard.mantissa_bits, "momentum": shard.momentum,
              "slow": shard.slow, "second": shard.second,
-             "average": averages.of(shard.weight)}
+             "average": averages.of(shard.own_weights)}
     return {name: x for name, x in found.items() if x is not None}
 
 
@@ -142,7 +142,7 @@ def copy_state(trainer, steps_done: int) -> Copy:
             tensors[f"{name}/steps"] = shard.steps.clone()
         for i, moment in enumerate(feature_moments(shard)):
             tensors[f"{name}/part {world.rank} of moment {i} of features"] = moment.clone()
-        if pending and shard.weight.ndim == 1:
+        if pending and shard.own_weights.ndim == 1:
             for i, p in enumerate(shard.group.params):
                 tensors[f"{name}/{i}/grads of rank {world.rank}@0"] = p.grad.flatten().clone()
     if world.rank == 0 and trainer.config.retrieval:
@@ -160,7 +160,7 @@ def copied_bytes(model, optimizer, config) -> int:
         if not hasattr(shard, "table"):
             copied += [*buffers(shard, optimizer.averages).values()]
             copied += feature_moments(shard)
-            copied += [shard.grads] * (pending and shard.weight.ndim == 1)
+            copied += [shard.all_grads] * (pending and shard.own_weights.ndim == 1)
     return sum(x.nbytes for x in copied)
 
 
@@ -430,7 +430,7 @@ def restore_state(trainer, found: Found) -> None:
             shard.shared.load([torch.cat(part) for part in parts])
         for i, p in enumerate(shard.group.params):
             p.copy_(pieces.numbers(f"{name}/{i}/weight", 0, p))
-            if pending and shard.weight.ndim == 1:
+            if pending and shard.own_weights.ndim == 1:
                 p.grad.copy_(own_gradient(f"{name}/{i}/grads", p, pieces, found.index["ranks"], world))
     if trainer.config.retrieval:
         steps = [step.batch_tokens for step in islice(trainer.schedule, found.step)]

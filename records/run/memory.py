@@ -248,9 +248,9 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
             before = counter.restart()
             model.score(batch, schedule.validation(len(schedule)))
             validation[chunk] = counter.peak - before
-        shards = [shard for shard in optimizer.shards.values() if hasattr(shard, "weights")]
-        snapshot = sum(x.nbytes for shard in shards for x in {shard.weights, shard.weight})
-        by_row = [shard.state() for shard in optimizer.shards.values() if not hasattr(shard, "weights")]
+        shards = [shard for shard in optimizer.shards.values() if hasattr(shard, "all_weights")]
+        snapshot = sum(x.nbytes for shard in shards for x in {shard.all_weights, shard.own_weights})
+        by_row = [shard.state() for shard in optimizer.shards.values() if not hasattr(shard, "all_weights")]
         table = sum(x.nbytes for state in by_row for x in state if x.ndim and len(x) == config.ngram_rows)
         held, copy = made - table + counter.shared + inputs, copied_bytes(model, optimizer, config)
     return {chunk: Need(table, held, counter.shared, snapshot, copy, max(peaks), apart, peak)
