@@ -1,4 +1,4 @@
-"""What earlier text says about the next token. All is off by default.
+"""What earlier text says about the next token. Both parts are off by default; preset `corpus` has guesses.
 
 1. Guesses (`--near_match 1,2,4,8`). A token reads a row of the n-gram table for its last 2, 3, … tokens
    (kernels/ngrams), and one more for what followed when its last tokens came before in the same sequence. Of
@@ -12,18 +12,19 @@
    gathered on the clock, step by step and in the order of its micro-batches, so any number of ranks has the
    same; it is sorted on the clock when the model is to be scored.
    With `--retrieval 2,3` the loss is lower by 0.008 on `val`, 0.006 on `clean` and 0.009 on `fineweb`, for
-   one run's weights, and steps take as long (records/measuring.md). With a small n-gram table nearly all of
-   the gain on `clean` comes from trigrams with 1 to 9 places in the training text. Perhaps a row of the table
-   learns too little from so few.
+   the weights of one run with a long n-gram table, and steps take as long (records/measuring.md). With a
+   small table it is 0.016, 0.007 and 0.014. There more than the whole gain on `clean` comes from trigrams
+   with 1 to 9 places in the training text. Perhaps a row of the table learns too little from so few.
 
 - `matching.py`: hashes of the last tokens, earlier places inside a sequence, the longest match.
 - `guesses.py`: `Guesses`, which rows tokens read.
 - `counts.py`: `TextCounts`, the n-grams of the training text.
 
 Whose idea: a row for what followed a match in the document, and rows for what followed in earlier steps, are
-open proposals to the public speedrun. By its authors' figures, which we have not checked, the second saves
-46% of the steps. Here two such rows were worth 0.037 of loss on `val`, which repeats the training text, and
-0.001 and 0.002 on `clean` and `fineweb`. They were last in 1c79697; counts in the output take their place.
+open proposals to the public speedrun. The second saves 46% of the steps by its authors' figures,
+which we have not checked. Here two such rows were worth 0.037 of loss on `val`, which repeats the training
+text, and 0.001 and 0.002 on `clean` and `fineweb`. 1c79697 is the last commit with them; counts in the output
+take their place.
 
 How often such a match was right (23 November 2026, 150 M tokens of earlier steps, the first 500,000 tokens of
 each text, cut at 2,048; percent of the tokens with such a longest match and, in brackets, percent of these
@@ -38,8 +39,8 @@ whose next token is what followed):
                         2 to 3       14.5 (28)      12.4 (27)      15.2 (30)
                         1            38.0 (12)      36.7 (11)      37.8 (13)
 
-On the first 524,288 tokens of `clean`, the latest of 188 M training tokens with an equal end of 2, 3 and 4 or
-more tokens (27, 33 and 34% of the tokens) are right for 12, 14 and 18% of them (27 November 2026).
+Of the first 524,288 tokens of `clean` 27, 33 and 34% have a longest match of 2, 3 and 4 or more tokens in
+188 M training tokens (27 November 2026). What followed its latest place is right for 12, 14 and 18% of these.
 """
 from kernels.retrieval.counts import TextCounts
 from kernels.retrieval.guesses import Guesses

@@ -38,9 +38,9 @@ def last_tokens(tokens: Tensor, is_start: Tensor) -> list[Tensor]:
 class TextCounts:
     """The n-grams of the text that was trained on, of up to four tokens, and how often each occurs.
 
-    They are numbers in sorted order, in which an n-gram's occurrences, and those of all longer ones that end
-    with it, are neighbours. So two searches count them, whatever its length. The text is gathered step by
-    step, and sorted when a model is to be scored. Nothing that a step does waits for the host.
+    N-grams are numbers in sorted order. The occurrences of one, and of all longer ones that end with it, are
+    neighbours. So two searches in each part count any n-gram. The text is gathered step by step, and sorted
+    when a model is to be scored. Nothing that a step does waits for the host.
     """
 
     def __init__(self, lengths: tuple[int, ...], capacity: int, device: torch.device):
@@ -65,7 +65,7 @@ class TextCounts:
 
     def add(self, text: Tensor) -> None:
         """Append text (n,) int32 of whole sequences, in the form of `self.text`."""
-        # Warm-up may take more steps than the run; it then begins again.
+        # Warm-up may take more steps than the run. Writing then starts at the front again.
         places = (self.count + torch.arange(len(text), device=text.device)) % len(self.text)
         self.text.scatter_(0, places, text)
         self.count += len(text)
