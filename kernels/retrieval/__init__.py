@@ -13,18 +13,19 @@
    same; it is sorted on the clock when the model is to be scored.
    With `--retrieval 2,3` the loss is lower by 0.008 on `val`, 0.006 on `clean` and 0.009 on `fineweb`, for
    the weights of one run with a long n-gram table, and steps take as long (records/measuring.md). With a
-   small table it is 0.016, 0.007 and 0.014. There more than the whole gain on `clean` comes from trigrams
-   with 1 to 9 places in the training text. Perhaps a row of the table learns too little from so few.
+   small table it is 0.016, 0.007 and 0.014, by parts of the texts. There more than the whole gain on `clean`
+   comes from trigrams with 1 to 9 places in the training text. Perhaps a row of the table learns too little
+   from so few.
 
 - `matching.py`: hashes of the last tokens, earlier places inside a sequence, the longest match.
 - `guesses.py`: `Guesses`, which rows tokens read.
 - `counts.py`: `TextCounts`, the n-grams of the training text.
 
 Whose idea: a row for what followed a match in the document, and rows for what followed in earlier steps, are
-open proposals to the public speedrun. The second saves 46% of the steps by its authors' figures,
-which we have not checked. Here two such rows were worth 0.037 of loss on `val`, which repeats the training
-text, and 0.001 and 0.002 on `clean` and `fineweb`. 1c79697 is the last commit with them; counts in the output
-take their place.
+open proposals to the public speedrun. The second saves 46% of the steps by its authors' figures, which we
+have not checked. Here two such rows were worth 0.037 of loss on `val`, which repeats the training text, and
+0.001 and 0.002 on `clean` and `fineweb`. 1c79697 is the last commit with them; counts in the output take their
+place.
 
 How often such a match was right (23 November 2026, 150 M tokens of earlier steps, the first 500,000 tokens of
 each text, cut at 2,048; percent of the tokens with such a longest match and, in brackets, percent of these
