@@ -24,8 +24,8 @@
 Whose idea: a row for what followed a match in the document, and rows for what followed in earlier steps, are
 open proposals to the public speedrun. The second saves 46% of the steps by its authors' figures, which we
 have not checked. Here two such rows were worth 0.037 of loss on `val`, which repeats the training text, and
-0.001 and 0.002 on `clean` and `fineweb`. 1c79697 is the last commit with them; counts in the output take their
-place.
+0.001 and 0.002 on `clean` and `fineweb`. 1c79697 is the last commit with them; counts in the output take
+their place.
 
 How often such a match was right (23 November 2026, 150 M tokens of earlier steps, the first 500,000 tokens of
 each text, cut at 2,048; percent of the tokens with such a longest match and, in brackets, percent of these
