@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import cycle, islice
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from data.shards import ShardError, shards_in
 
 AHEAD = 4           # steps whose batches are made before they are asked for
 MEASURED = 64       # steps of validation text that the bounds of a batch are taken from
+COUNTED = 2_000_000 # tokens at the beginning of the text, whose frequencies say which candidates matter
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
 # How much text cuts drop is known before the run from the validation text alone. If by that a schedule
 # reads more than there is, by more than this share, the run is refused; else it may end before its time.
@@ -52,13 +53,19 @@ class StepShape(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Sequences packed end to end. All but `max_length` are tensors."""
+    """Sequences packed end to end. All but `max_length` are tensors, of one type: one kernel copies them."""
     tokens: Tensor          # (n,) int32
     targets: Tensor         # (n,) int32: the next token; -1 is not scored
     cu_seqlens: Tensor      # (most sequences + 1,) int32: where each sequence starts, then n to the end
     # (parts, k) int32, ascending: tokens whose logits each equal part of the n tokens computes; (0,): all
     candidates: Tensor
+    weights: Tensor         # like `candidates`: the bits, int32, of each one's float32 weight in sums
     max_length: int         # no sequence is longer
+
+    @property
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """The candidates and their weights, both (parts, k), int32 and float32."""
+        return self.candidates, self.weights.view(torch.float32)
 
 
 # Consecutive sequences of a shard: its number, the first, the end, and how many tokens of the first are gone
@@ -225,6 +232,17 @@ class Loader:
         wanted = round_up(self.bounds[shape.tokens].targets + shape.samples, 256)
         return min(wanted, self.settings.padded_vocab) if shape.samples else None
 
+    @cached_property
+    def importance(self) -> np.ndarray:
+        """By how much a token is likelier than others to be a candidate, (padded_vocab,): √(its frequency).
+
+        A probability of a token is a few times more than its frequency, if it is not close to 0. With such
+        shares the sum over a sample has the least variance. The frequencies are those of the text's beginning
+        and 4 added to each count, so that no weight is much above 10.
+        """
+        counted = self.plan.text.tokens(0)[:COUNTED]
+        return np.sqrt(np.bincount(counted, minlength=self.settings.padded_vocab) + 4.0)
+
     def most(self, shape: StepShape) -> int:
         """Sequences that a micro-batch can hold: those of the text, and what fills up one that ends early."""
         tokens = shape.tokens // self.settings.micro_batches
@@ -241,8 +259,9 @@ class Loader:
             if count := self.candidates_of(shape):
                 generator = np.random.default_rng([settings.seed % 2**32, index, i])
                 parts = batch.targets.numpy().reshape(parts_of(settings, shape), -1)
-                drawn = [sample_candidates(part, count, settings.padded_vocab, generator) for part in parts]
-                batch = batch._replace(candidates=torch.from_numpy(np.stack(drawn)))
+                drawn = zip(*(sample_candidates(part, count, self.importance, generator) for part in parts))
+                candidates, weights = (torch.from_numpy(np.stack(each)) for each in drawn)
+                batch = batch._replace(candidates=candidates, weights=weights.view(torch.int32))
             batches.append(batch)
         return batches
 
@@ -258,7 +277,7 @@ class Loader:
             tokens, on_each = max(self.bounds), self.settings.micro_batches // self.ranks
             drawn = max(parts_of(self.settings, shape) * (self.candidates_of(shape) or 0)
                         for shape in dict.fromkeys(self.shapes))
-            others = max(map(self.most, self.shapes)) + 1 + drawn + 4 * ALIGNED
+            others = max(map(self.most, self.shapes)) + 1 + 2 * drawn + 5 * ALIGNED
             largest = 2 * tokens // self.ranks + on_each * others
             rooms, stream = [Room(largest, device) for _ in range(AHEAD + 2)], copy_stream(device)
 
@@ -331,7 +350,8 @@ class Room:
 def make_batch(sequences: Iterable[Sequence], n: int, most: int, longest: int, document_start: int) -> Batch:
     """A batch of n tokens without candidates; see `pack`."""
     arrays = pack(sequences, n, most, longest, document_start)
-    return Batch(*map(torch.from_numpy, arrays), torch.empty(0, dtype=torch.int32), longest)
+    none = torch.empty(0, dtype=torch.int32)
+    return Batch(*map(torch.from_numpy, arrays), none, none, longest)
 
 
 def to_device(batch: Batch, device: torch.device, copy: bool = False) -> Batch:

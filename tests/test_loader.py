@@ -197,6 +197,18 @@ def test_candidates_hold_all_targets_and_a_sample_of_the_rest(sampled):
                for n, count in plan.candidates.items())
 
 
+def test_frequent_tokens_are_likelier_candidates(sampled):
+    """Token t occurs about 1 / t of the time. Weights are those of the text's own frequencies."""
+    plan, weights = loader(sampled), {}
+    for batch in (batch for index in range(sampled.steps) for batch in plan.batches(index)):
+        given = batch.weights.view(torch.float32)
+        for token, weight in zip(batch.candidates[0].tolist(), given[0].tolist(), strict=True):
+            weights.setdefault(token, []).append(weight)
+        assert given[torch.isin(batch.candidates, batch.targets)].eq(1).all()
+    rare, frequent = ([max(weights[t]) for t in weights if low <= t < 2 * low] for low in (2000, 200))
+    assert 1.5 < np.mean(rare) / np.mean(frequent) < 4
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to bring them to")
 def test_batches_come_to_a_gpu_unharmed(sampled):
     """Also where it lags behind the thread, which writes new ones where old ones are still to be read."""
@@ -236,9 +248,10 @@ def test_candidates_depend_on_the_seed_and_the_step_alone(sampled, ranks):
         assert torch.equal(a.candidates, b.candidates) and torch.equal(a.candidates, c.candidates)
         assert torch.equal(a.tokens, d.tokens) and not torch.equal(a.candidates, d.candidates)
     for i, batch in enumerate(alone.batches(index)):        # a draw of its own for each micro-batch
-        generator, [candidates] = np.random.default_rng([config.seed, index, i]), batch.candidates
-        drawn = sample_candidates(batch.targets.numpy(), len(candidates), config.padded_vocab, generator)
-        assert candidates.tolist() == drawn.tolist()
+        generator, [candidates], [weights] = (
+            np.random.default_rng([config.seed, index, i]), batch.candidates, batch.weights.numpy())
+        drawn = sample_candidates(batch.targets.numpy(), len(candidates), alone.importance, generator)
+        assert candidates.tolist() == drawn[0].tolist() and np.array_equal(weights.view(np.float32), drawn[1])
 
 
 def test_candidates_of_a_small_vocabulary_are_all_and_off_means_none(config):
@@ -310,16 +323,22 @@ def test_sample_parts(n, share, parts):
 
 
 def test_sample_candidates():
-    """Each token that is no target is drawn as often as any other; more targets than places are refused."""
+    """By importance; each weight is one over how often a token is drawn. Too many targets are refused."""
     generator, targets, drawn = np.random.default_rng(0), np.array([7, 0, -1, 7], np.int32), np.zeros(50)
-    for _ in range(2000):
-        candidates = sample_candidates(targets, 14, 50, generator)
-        assert len(candidates) == 14
+    importance = np.where(np.arange(50) % 5 == 1, 20.0, np.arange(50) % 2 + 1.0)
+    share = np.where(importance == 20, 1.0, importance)         # ten tokens are certain
+    rest = (importance < 20) & ~np.isin(np.arange(50), targets)
+    share[rest] *= 4 / share[rest].sum()
+    share[[0, 7]] = 1.0
+    for _ in range(4000):
+        candidates, weights = sample_candidates(targets, 16, importance, generator)
+        assert len(candidates) == 16 and (np.diff(candidates) > 0).all()
+        assert candidates.dtype == np.int32 and np.allclose(weights, 1 / share[candidates])
         drawn[candidates] += 1
-    others, expected = np.delete(drawn, [0, 7]), 2000 * (14 - 2) / (50 - 2)
-    assert (drawn[[0, 7]] == 2000).all() and abs(others - expected).max() < 5 * expected ** 0.5
+    assert (drawn[share == 1] == 4000).all() and abs(drawn / 4000 - share).max() < 0.03
+    assert sample_candidates(targets, 50, importance, generator)[1].tolist() == [1.0] * 50
     with pytest.raises(ShardError, match="2 different targets in a batch with 1 candidates"):
-        sample_candidates(targets, 1, 50, generator)
+        sample_candidates(targets, 1, importance, generator)
 
 
 def test_shards_are_opened_by_a_thread_that_runs_ahead(config, monkeypatch):

@@ -87,7 +87,7 @@ def test_no_later_token_changes_an_earlier_loss(config):
         wanted = targets.clone()
         wanted[place:] = -1
         with torch.no_grad():
-            return model(train_gpt.Batch(tokens, wanted, cu_seqlens, none, n), step)[1].item()
+            return model(train_gpt.Batch(tokens, wanted, cu_seqlens, none, none, n), step)[1].item()
 
     for place in (40, 200):
         kept = loss_before(place)

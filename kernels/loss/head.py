@@ -158,7 +158,7 @@ def head_loss(
     head: Tensor,  # (vocabulary, width), or the rows of the candidates
     wanted: Targets,
     fp8: bool,  # all three matmuls in FP8, with constant scales (kernels/fp8/matmul.py)
-    candidate_weights: Tensor | None = None,  # (vocabulary,) float32, from `among_candidates`; None: all 1
+    candidate_weights: Tensor | None = None,  # (vocabulary,) float32, of candidates; None: all 1
     grad: Gradient | None = None,  # where the head's gradient goes; None: autograd gets it
 ) -> tuple[Tensor, Tensor]:
     """The multi-token training loss and the next-token loss, each summed over tokens (0-dim float32, nats).

@@ -1,4 +1,4 @@
-"""The loss over a sample of the head's rows, the candidates: all targets, and others drawn uniformly.
+"""The loss over a sample of the head's rows, the candidates: all targets, and others that are drawn.
 
 Weights keep the mean of Σ e^s what it is over the whole vocabulary. This is importance sampling (Jean et al.,
 arXiv 1412.2007), in the public speedrun since modded-nanogpt #360 (@devenpzak).
@@ -16,21 +16,13 @@ from kernels.embedding.rows import already_sorted
 from kernels.loss.head import Targets
 
 
-def among_candidates(targets: Tensor, candidates: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Where in `candidates` each target stands, (n,) int32, and the weight of each candidate, (c,) float32.
+def among_candidates(targets: Tensor, candidates: Tensor) -> Tensor:
+    """Where in `candidates` each target stands, (n,) int32.
 
-    `candidates` (c,), ascending, int32 like targets (n,), holds all T tokens that are targets, and c − T of
-    the others, drawn uniformly. Each of those stands for (V − T) / (c − T) tokens of the vocabulary V, so
-    that the mean of Σ e^s over candidates is Σ e^s over all tokens. A target of -1, which is not scored,
+    `candidates` (c,), ascending, int32 like targets (n,), holds all targets but -1. That is not scored and
     stays -1.
     """
-    places = torch.searchsorted(candidates, targets, out_int32=True).masked_fill(targets < 0, -1)
-    # The places -1 fill one more entry, which is cut off.
-    is_target = torch.zeros(len(candidates) + 1, dtype=torch.bool, device=candidates.device)
-    is_target = is_target.index_fill_(0, places.long(), True)[:-1]
-    count = is_target.sum()
-    times = (vocabulary - count) / (len(candidates) - count)
-    return places, times.expand(len(candidates)).masked_fill(is_target, 1.0)
+    return torch.searchsorted(candidates, targets, out_int32=True).masked_fill(targets < 0, -1)
 
 
 def sampled_head_loss(
@@ -40,15 +32,16 @@ def sampled_head_loss(
     head: Tensor,  # (vocabulary, width)
     wanted: Targets,
     candidates: Tensor,  # (parts, c) int32, each ascending: of each of so many equal parts of the tokens
+    weights: Tensor,  # (parts, c) float32: the count of each candidate in Σ e^s
     fp8: bool,
 ) -> tuple[Tensor, Tensor]:
     """Both losses of `head_loss`, each part's over its own sample of the head's rows, and their sums."""
-    def of_part(x: Tensor, wanted: Targets, sample: Tensor) -> tuple[Tensor, Tensor]:
+    def of_part(x: Tensor, wanted: Targets, sample: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         rows = lookup(head, already_sorted(sample))
-        targets, counts = among_candidates(wanted.targets, sample, len(head))
-        return head_loss(x, rows, wanted._replace(targets=targets), fp8, counts)
+        wanted = wanted._replace(targets=among_candidates(wanted.targets, sample))
+        return head_loss(x, rows, wanted, fp8, counts)
 
     if (count := len(candidates)) == 1:     # A chunk's gradient would be copied.
-        return of_part(x, wanted, candidates[0])
-    training, next_token = zip(*map(of_part, x.chunk(count), wanted.parts(count), candidates))
+        return of_part(x, wanted, candidates[0], weights[0])
+    training, next_token = zip(*map(of_part, x.chunk(count), wanted.parts(count), candidates, weights))
     return sum(training), sum(next_token)

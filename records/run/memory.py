@@ -204,7 +204,7 @@ def heaviest(steps: Iterable) -> list:
 
 def empty_batch(tokens: int, candidates: tuple[int, ...], longest: int) -> Batch:
     """A batch on the meta device, with room for short sequences. `candidates`: the shape of its samples."""
-    sizes = tokens, tokens, tokens // 16, candidates
+    sizes = tokens, tokens, tokens // 16, candidates, candidates
     return Batch(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes), longest)
 
 

@@ -112,6 +112,7 @@ def test_sampled_softmax_is_the_full_one_on_average():
     targets[5] = -1
     is_start, weights = torch.zeros(n, dtype=torch.bool, device=DEVICE), torch.ones(2, device=DEVICE).double()
     generator, results, totals = np.random.default_rng(0), [], []
+    importance = generator.uniform(1, 3, vocabulary)
     scored = targets >= 0
 
     def evaluate(rows, wanted, counts):
@@ -122,12 +123,11 @@ def test_sampled_softmax_is_the_full_one_on_average():
     full = evaluate(head, targets, None)
     exponentials = (23 * ((x @ head.T + 5) / 7.5).sigmoid()).exp().detach()
     for _ in range(samples):
-        candidates = sample_candidates(targets.cpu().numpy(), count, vocabulary, generator)
-        candidates = torch.from_numpy(candidates).to(DEVICE)
-        places, counts = among_candidates(targets, candidates, vocabulary)
+        drawn = sample_candidates(targets.cpu().numpy(), count, importance, generator)
+        candidates, counts = (torch.from_numpy(x).to(DEVICE) for x in drawn)
+        places = among_candidates(targets, candidates)
         assert torch.equal(candidates[places[scored].long()], targets[scored]) and places[5] == -1
         assert counts[places[scored].long()].eq(1).all()
-        assert counts.sum().item() == pytest.approx(vocabulary)
         results.append(evaluate(head[candidates.long()], places, counts))
         totals.append(exponentials[:, candidates.long()] @ counts.double())
     totals, results = torch.stack(totals), torch.stack(results)
@@ -143,15 +143,15 @@ def test_parts_are_as_if_alone(function, fp8):
     x, head, wanted, _ = head_inputs(48, 32, 320, 3, False)
     wanted = wanted._replace(mixture=mixture(48))
     parts, generator = wanted.parts(3), np.random.default_rng(0)
-    drawn = [sample_candidates(part.targets.cpu().numpy(), 208, 320, generator) for part in parts]
-    candidates = torch.from_numpy(np.stack(drawn)).to(DEVICE)
+    drawn = [sample_candidates(part.targets.cpu().numpy(), 208, np.ones(320), generator) for part in parts]
+    candidates, weights = (torch.from_numpy(np.stack(each)).to(DEVICE) for each in zip(*drawn))
 
-    def run(x, wanted, candidates) -> tuple[torch.Tensor, ...]:
-        total, next_token = sampled_head_loss(function, lookup_reference, x, head, wanted, candidates, fp8)
+    def run(x, wanted, *sample) -> tuple[torch.Tensor, ...]:
+        total, next_token = sampled_head_loss(function, lookup_reference, x, head, wanted, *sample, fp8)
         return total, next_token, *torch.autograd.grad(3 * total, (x, head))
 
-    whole = run(x, wanted, candidates)
-    alone = [run(x.detach()[16 * i:][:16].requires_grad_(), part, candidates[i:i + 1])
+    whole = run(x, wanted, candidates, weights)
+    alone = [run(x.detach()[16 * i:][:16].requires_grad_(), part, candidates[i:i + 1], weights[i:i + 1])
              for i, part in enumerate(parts)]
     tolerance = 1e-2 if DEVICE.type == "cuda" else 1e-5
     for i, join in enumerate((sum, sum, torch.cat, sum)):
