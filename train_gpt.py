@@ -46,6 +46,7 @@ from data.packing import round_up
 from data.scoring import ScoredText, check_scores, other_texts, scored_text
 from kernels import attention, copying, embedding, fp8, loss, mlp, ngrams, retrieval
 from kernels import optimizer as updates
+from kernels.backend import compiled
 from kernels.gradients import gradient_of
 from kernels.ranks.collectives import Collectives, Work, wait
 from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, stops_of, timetable
@@ -351,46 +352,47 @@ class Ops(NamedTuple):
     row_adam: Callable              # Adam on the rows of the n-gram table that were read
 
 
-def references(compile: Callable = lambda function, **options: function) -> Ops:
+def references(compile: Callable = lambda function: function) -> Ops:
     """Every operation in plain PyTorch, each passed through `compile`."""
     return Ops(
-        lookup=compile(embedding.lookup_reference), smear=compile(embedding.smear_reference),
-        ngram_index=compile(ngrams.ngram_index, dynamic=True),      # one program for batches of all sizes
-        suffix_keys=compile(retrieval.suffix_keys, dynamic=True),
-        norm_fork=compile(mlp.norm_fork_reference),
+        lookup=compile(embedding.lookup_reference), ngram_index=compile(ngrams.ngram_index_reference),
         qkv=partial(attention.project_heads, compile(attention.qkv_heads_reference)),
-        share_values=ngrams.share_values_reference, mlp_input=compile(mlp.mlp_input_reference),
-        feed_forward=compile(mlp.feed_forward_reference), before_head=compile(mlp.before_head),
-        copy_inputs=compile(copying.project), pointer_sums=copying.pointer_sums_reference,
-        head_loss=compile(loss.head_loss_reference), nesterov_momentum=compile(updates.nesterov_momentum),
-        newton_schulz=compile(updates.newton_schulz_reference), neuron_update=compile(updates.neuron_update),
-        adam_update=compile(updates.adam_update_reference), feature_update=compile(updates.feature_update),
-        row_adam=compile(updates.row_adam_reference))
+        suffix_keys=compile(retrieval.suffix_keys_reference), norm_fork=compile(mlp.norm_fork_reference),
+        smear=compile(embedding.smear_reference), share_values=ngrams.share_values_reference,
+        feed_forward=compile(mlp.feed_forward_reference), mlp_input=compile(mlp.mlp_input_reference),
+        before_head=compile(mlp.before_head_reference), copy_inputs=compile(copying.project_reference),
+        pointer_sums=copying.pointer_sums_reference, newton_schulz=compile(updates.newton_schulz_reference),
+        nesterov_momentum=compile(updates.nesterov_momentum_reference),
+        head_loss=compile(loss.head_loss_reference), feature_update=compile(updates.feature_update_reference),
+        neuron_update=compile(updates.neuron_update_reference), row_adam=compile(updates.row_adam_reference),
+        adam_update=compile(updates.adam_update_reference))
 
 
 def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ...]]:
     """The operations for this device, and the parts of `config.fp8` that really run in FP8 there."""
     if device.type != "cuda":
         return references(), ()
-    torch._dynamo.config.recompile_limit = 64       # one for each kind of layer and each batch size
-    ops = references(torch.compile) if config.compile else references()
+    plain = references(compiled) if config.compile else references()
     off = set(Ops._fields if "all" in config.reference else config.reference)
     if off & {"qkv", "share_values"}:               # `qkv` stores the gradients that `share_values` sums.
         off |= {"qkv", "share_values"}
+    off |= {"row_adam"} if "lookup" in off else set()   # Only the kernel lists the rows that row_adam takes.
     can = {"head": True, "attention": "qkv" not in off,
            "mlp": "feed_forward" not in off and mlp.has_feed_forward_fp8(device)}
     parts = tuple(part for part in config.fp8 if can[part] and fp8.has_fp8(device))
-    kernels = {"lookup": embedding.lookup, "smear": embedding.smear, "adam_update": updates.adam_update,
-               "head_loss": loss.head_loss, "pointer_sums": copying.pointer_sums,
-               "qkv": partial(attention.project_heads, attention.qkv_heads), "row_adam": updates.row_adam,
-               "share_values": ngrams.share_values, "newton_schulz": updates.newton_schulz}
+    kernels = Ops(
+        lookup=embedding.lookup, smear=embedding.smear, ngram_index=ngrams.ngram_index,
+        suffix_keys=retrieval.suffix_keys, share_values=ngrams.share_values, norm_fork=mlp.norm_fork,
+        qkv=partial(attention.project_heads, attention.qkv_heads), mlp_input=mlp.mlp_input,
+        feed_forward=plain.feed_forward, before_head=mlp.before_head, copy_inputs=copying.project,
+        pointer_sums=copying.pointer_sums, head_loss=loss.head_loss, newton_schulz=updates.newton_schulz,
+        nesterov_momentum=updates.nesterov_momentum, neuron_update=updates.neuron_update,
+        adam_update=updates.adam_update, feature_update=updates.feature_update, row_adam=updates.row_adam)
     if "attention" in parts:
-        kernels |= {"qkv": attention.qkv_fp8, "norm_fork": mlp.norm_fork_fp8}
+        kernels = kernels._replace(qkv=attention.qkv_fp8, norm_fork=mlp.norm_fork_fp8)
     if "mlp" in parts:
-        kernels |= {"feed_forward": mlp.feed_forward_fp8, "mlp_input": mlp.mlp_input_fp8}
-    if "lookup" in off:                             # Only the kernel lists the rows that row_adam takes.
-        del kernels["row_adam"]
-    return ops._replace(**{name: kernel for name, kernel in kernels.items() if name not in off}), parts
+        kernels = kernels._replace(feed_forward=mlp.feed_forward_fp8, mlp_input=mlp.mlp_input_fp8)
+    return kernels._replace(**{name: getattr(plain, name) for name in off}), parts
 
 
 # ========== 3. Model =================================================================================
@@ -451,8 +453,7 @@ class GPT(nn.Module):
             config.attention, like, (config.qk_dim, config.head_dim), config.attention_scale)
         self.attention = attention.ATTENTION[self.attention_backend]
         self.ops, self.fp8 = choose_ops(config, like)
-        plain = choose_ops(replace(config, fp8=()), like)[0]    # `score` takes these.
-        self.plain = {op: getattr(plain, op) for op in ("norm_fork", "qkv", "mlp_input", "feed_forward")}
+        self.plain = choose_ops(replace(config, fp8=(), compile=False), like)[0]    # for the few scores
         depth, kept, self.sources = len(config.layers), 0, []   # sources: which stream each attention reads
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
@@ -548,7 +549,7 @@ class GPT(nn.Module):
         """The next-token loss, summed over the batch's tokens, in nats (0-dim); see `Config.val_fp8`."""
         model = copy(self)      # with the same weights
         if not self.config.val_fp8:
-            model.ops, model.fp8 = self.ops._replace(**self.plain), ()
+            model.ops, model.fp8 = self.plain, ()
         return model(batch, step)[1]
 
     def positions(self, batch: Batch, step: "Step") -> tuple[attention.Positions, float]:
@@ -1014,8 +1015,6 @@ class Trainer:
         self.schedule = Schedule(config)
         embedded.provide(config.data_path, world.rank, world.barrier)
         check_scores(config.score)
-        if config.canonical:
-            canonical.begin(config.padded_vocab)    # The first score waits for what this process works out.
         world.be_deterministic(config.deterministic)
         self.text = TextSettings.of(config)
         self.loader = Loader(

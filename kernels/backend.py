@@ -1,5 +1,7 @@
 """Triton, or a stand-in where it is not installed, so that references can be imported everywhere."""
 
+from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 
 import torch
@@ -18,6 +20,29 @@ except ImportError:  # torch builds for CPUs come without Triton
 
 # What F.rms_norm adds to the mean square for every dtype up to float32, because it computes in float32.
 EPS = torch.finfo(torch.float32).eps
+
+
+def compiled(function: Callable, **options) -> Callable:
+    """`function` by torch.compile, from its first call on.
+
+    Only that call imports torch's compilers, which takes some 6 s. A run whose operations all have kernels of
+    their own never does.
+    """
+    made = []
+
+    @wraps(function)
+    def run(*args, **kwargs):
+        if not made:
+            torch._dynamo.config.recompile_limit = 64       # one for each kind of layer and each batch size
+            made.append(torch.compile(function, **options))
+        return made[0](*args, **kwargs)
+    return run
+
+
+def multiprocessors(x: torch.Tensor) -> int:
+    """Those of x's GPU, or of this process's, for which x is counted on the meta device; 1 on a CPU."""
+    device = x.device if x.device.type == "cuda" else None
+    return torch.cuda.get_device_properties(device).multi_processor_count if x.is_cuda else 1
 
 
 def tiled(x: torch.Tensor, *tile: int):

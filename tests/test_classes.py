@@ -64,21 +64,21 @@ def test_rows_of_classes():
     """Equal classes find equal rows, and without classes rows are those of the tokens."""
     tokens, starts = torch.tensor([1, 2, 3, 1, 5, 3]), torch.tensor([True, False, False, True, False, False])
     classes = torch.tensor([0, 1, 2, 3, 4, 2], dtype=torch.int32)
-    rows = ngrams.ngram_index(tokens, starts, (2, 3), 10_007, classes)
-    of_classes = ngrams.ngram_index(classes[tokens], starts, (2, 3), 10_007)
+    rows = ngrams.ngram_index_reference(tokens, starts, (2, 3), 10_007, classes)
+    of_classes = ngrams.ngram_index_reference(classes[tokens], starts, (2, 3), 10_007)
     assert torch.equal(rows[:6], rows[6:]) and torch.equal(rows, of_classes)
-    plain = ngrams.ngram_index(tokens, starts, (2, 3), 10_007)
+    plain = ngrams.ngram_index_reference(tokens, starts, (2, 3), 10_007)
     assert not torch.equal(plain[:6], plain[6:])
     table = ngrams.NGrams((2, 3), 10_007, 16, 1, Collectives(1), torch.float32, torch.device("cpu"), classes)
-    assert torch.equal(table.index(ngrams.ngram_index, tokens, starts), rows)
+    assert torch.equal(table.index(ngrams.ngram_index_reference, tokens, starts), rows)
 
 
 def test_all_rows_are_used_and_a_missing_token_is_none():
     """Token 0 is another one than none before the start of a sequence, and every row can be found."""
-    one, two = (ngrams.ngram_index(torch.tensor(tokens), torch.arange(len(tokens)) == 0, (2,), 2 ** 30)
-                for tokens in ([5], [0, 5]))
+    one, two = (ngrams.ngram_index_reference(tokens, torch.arange(len(tokens)) == 0, (2,), 2 ** 30)
+                for tokens in map(torch.tensor, ([5], [0, 5])))
     assert one[-1] != two[-1]
-    rows = ngrams.ngram_index(torch.arange(200), torch.zeros(200, dtype=torch.bool), (2,), 7)
+    rows = ngrams.ngram_index_reference(torch.arange(200), torch.zeros(200, dtype=torch.bool), (2,), 7)
     assert set(rows.tolist()) == set(range(7))
 
 

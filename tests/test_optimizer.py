@@ -124,7 +124,7 @@ def test_adam_keeps_its_state_from_what_is_not_finite():
     updates.adam_update_reference(
         updates.Master(weight, None), grad, first, second, steps, rule, (0.9, 0.99))
     assert steps == 4 and (weight == 1).all() and first.isfinite().all() and second.isfinite().all()
-    updates.feature_update(grad, first, second, steps, rule.finite, (0.9, 0.99))
+    updates.feature_update_reference(grad, first, second, steps, rule.finite, (0.9, 0.99))
     assert first.isfinite().all() and second.isfinite().all()
 
 

@@ -1,4 +1,8 @@
 """The accounting of a step's trace: families, overlap, idle time."""
+import re
+
+from conftest import ROOT
+
 from records.tools.profile import account, family, table
 
 
@@ -20,9 +24,13 @@ def test_families_of_kernels():
     assert {family(name) for name in ("heads_kernel", "heads_backward_kernel", "value_mix_kernel",
                                       "value_mix_backward_kernel")} == {"elementwise"}
     assert family("triton_red_fused__to_copy_clamp_lerp_linalg_vector_norm_mean_mul_3") == "optimizer"
-    assert family("row_adam_kernel") == "optimizer"
+    assert {family(f"{name}_kernel") for name in ("row_adam", "adam", "momentum", "neuron_squares",
+                                                  "neuron_update", "feature")} == {"optimizer"}
     assert family("Memcpy PtoP (Device -> Device)") == "communication"
     assert family("Memcpy HtoD (Pinned -> Device)") == family("quantize_weights_kernel") == "copies"
+    ours = {name for path in (ROOT / "kernels").rglob("*.py")
+            for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)}
+    assert len(ours) > 30 and not [name for name in ours if family(name) == "other"]
     assert family("something new") == "other"
 
 

@@ -12,7 +12,7 @@ import train_gpt
 from kernels import ngrams
 from kernels.loss import Mixture
 from kernels.ranks.collectives import Collectives
-from kernels.retrieval import Guesses, TextCounts, counts, near_guesses, suffix_keys
+from kernels.retrieval import Guesses, TextCounts, counts, near_guesses, suffix_keys_reference
 from kernels.sequence import starts
 from records.run.log import RunLog
 from records.run.settings import UserError, change
@@ -65,7 +65,8 @@ def test_near_guesses_are_those_of_a_plain_search():
         for i in range(len(sequence)):
             remember(known, sequence[:i + 1])       # It has seen sequence[i], and no more.
             expected.append(found_in(known, sequence[:i + 1]))
-    guess, number = near_guesses(batch.tokens, is_start, suffix_keys(batch.tokens, is_start, LENGTHS))
+    keys = suffix_keys_reference(batch.tokens, is_start, LENGTHS)
+    guess, number = near_guesses(batch.tokens, is_start, keys)
     assert list(zip(guess.tolist(), number.tolist())) == expected
     assert {number for _, number in expected} == {0, 1, 2, 3}
 
@@ -136,7 +137,7 @@ def test_the_largest_vocabulary_can_be_counted():
 def test_a_guess_depends_on_no_later_token():
     """Another token j changes no row of a token before j, nor one of another sequence; and some behind it."""
     [[batch]] = random_batches(1, 1, 120, 3)
-    guesses, is_start = Guesses((1, 3), suffix_keys), starts(batch.cu_seqlens, 120)
+    guesses, is_start = Guesses((1, 3), suffix_keys_reference), starts(batch.cu_seqlens, 120)
     rows, sequence, changed = guesses.rows(batch.tokens, is_start, 10 ** 6), is_start.cumsum(0), 0
     assert rows.shape == (120, 1) and rows.dtype == torch.int32 and rows.min() >= 0 and rows.max() < 10 ** 6
     for j in range(120):
@@ -187,13 +188,14 @@ def test_what_fills_a_batch_up_is_no_text():
 @pytest.mark.parametrize("near", [(), (2,)])
 def test_rows_of_guesses_follow_those_of_n_grams(near):
     table = ngrams.NGrams((2, 3), 1009, 16, 3, Collectives(1), torch.float32, CPU)
-    guesses, [[batch]] = Guesses(near, suffix_keys), random_batches(1, 1, 60, 3)
+    guesses, [[batch]] = Guesses(near, suffix_keys_reference), random_batches(1, 1, 60, 3)
     table.read_guesses(guesses)
     table.initialise()
     is_start = starts(batch.cu_seqlens, 60)
-    rows = table.index(ngrams.ngram_index, batch.tokens, is_start).view(60, -1)
+    rows = table.index(ngrams.ngram_index_reference, batch.tokens, is_start).view(60, -1)
     assert rows.shape[1] == table.heads == table.scales.shape[1] == 2 + len(near)
-    assert torch.equal(rows[:, :2].flatten(), ngrams.ngram_index(batch.tokens, is_start, (2, 3), 1009))
+    alone = ngrams.ngram_index_reference(batch.tokens, is_start, (2, 3), 1009)
+    assert torch.equal(rows[:, :2].flatten(), alone)
     if near:
         assert torch.equal(rows[:, 2:], guesses.rows(batch.tokens, is_start, 1009))
 

@@ -18,5 +18,5 @@ steps for 1% of a step's time. What ours is worth, and what it taught us, is in 
 not copying needs a high rate, the head must learn as if there were no pointer, and queries and keys start
 alike.
 """
-from kernels.copying.head import CopyHead, project
+from kernels.copying.head import CopyHead, project, project_reference
 from kernels.copying.pointer import pointer_sums, pointer_sums_reference

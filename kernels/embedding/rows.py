@@ -53,7 +53,7 @@ def sort_beside(index: Tensor) -> RowOrder:
     Only the backward pass waits for them. They begin after everything that is queued on the current stream,
     so they may write over the memory of earlier sorts.
     """
-    if not index.is_cuda:
+    if index.device.type != "cuda":
         return sort_rows(index)
     ready = torch.cuda.Event()
     with beside(side_stream("sorts")):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import EPS, check, triton
+from kernels.backend import EPS, check, multiprocessors, triton
 from kernels.embedding.smear_kernels import smear_backward_kernel, smear_kernel
 from kernels.example import Example
 from kernels.sequence import previous
@@ -69,8 +69,7 @@ def smear_backward(grad: Tensor, rows: Tensor, is_start: Tensor, gate: Tensor, s
     grad, out = grad.contiguous(), torch.empty_like(rows)
     (n, width), (tile, columns, warps, programs) = rows.shape, tuned or BACKWARD_CONFIGS[0]
     columns = min(columns, triton.next_power_of_2(width))
-    programs *= torch.cuda.get_device_properties(rows.device).multi_processor_count if rows.is_cuda else 1
-    programs = min(programs, triton.cdiv(n, tile))
+    programs = min(programs * multiprocessors(rows), triton.cdiv(n, tile))
     sums = torch.empty(programs, 1 + len(gate), dtype=torch.float32, device=rows.device)
     if rows.numel():
         smear_backward_kernel[programs,](

@@ -3,8 +3,10 @@
 In reading order:
 - `residual.py`: the residual stream as the model sees it (`Residual`), and its sums and norms in plain
   PyTorch.
-- `residual_fp8.py`: sum and norm in one pass that writes FP8, for matmuls that read nothing else.
+- `residual_norm.py`: sum and norm in one pass.
+- `residual_fp8.py`: the same writing FP8, for matmuls that read nothing else.
 - `residual_gradient.py`: the gradient of both, in one pass.
+- `head_input.py`: the norm that the head reads, of a difference of sums, with its gradient.
 - `feed_forward.py`: relu(x W_inᵀ)² W_out, in plain PyTorch and in FP8, with its gradients.
 - `relu_squared.py`: the matmul kernels inside it, whose epilogue is the activation or its gradient.
 """
@@ -15,13 +17,15 @@ from kernels.mlp.feed_forward import (
     feed_forward_weights,
     has_feed_forward_fp8,
 )
+from kernels.mlp.head_input import before_head
 from kernels.mlp.residual import (
     Residual,
     Summands,
     add_up,
-    before_head,
+    before_head_reference,
     mlp_input_reference,
     norm,
     norm_fork_reference,
 )
 from kernels.mlp.residual_fp8 import mlp_input_fp8, norm_fork_fp8
+from kernels.mlp.residual_norm import mlp_input, norm_fork

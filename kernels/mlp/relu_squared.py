@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.backend import check, tl, triton
+from kernels.backend import check, multiprocessors, tl, triton
 from kernels.example import Example
 from kernels.fp8.formats import E4M3, E5M2, paired, pairs, round_to_fp8, rounding_slack, widened
 
@@ -157,8 +157,7 @@ def launch(x: Tensor, w: Tensor, scale: Tensor, fp8_scale: Tensor, dtype: torch.
         return tensor if tensor is None else TensorDescriptor.from_tensor(tensor, list(block))
 
     tiles = triton.cdiv(len(x), rows) * triton.cdiv(len(w), columns)
-    multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 0
-    programs = resident * multiprocessors or 4
+    programs = resident * multiprocessors(x) if x.is_cuda else 4
     product_kernel[(min(programs, tiles),)](
         tiled(x, rows, depth), tiled(w, columns, depth), tiled(act, rows, columns // 2), act_scale,
         tiled(out, rows, columns // 2), tiled(transposed.view(torch.int16), columns // 2, rows // 2),

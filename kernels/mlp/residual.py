@@ -2,8 +2,9 @@
 
 A layer adds attention's update to the stream, norms the sum for the MLP, and adds the MLP's update. The
 matmuls that make the updates are FP8, and an FP8 matmul cannot add to its output. So the stream between two
-layers is a tuple of summands, and its first reader sums them while it norms them. `residual_fp8.py` does both
-in one pass, which saves a pass over memory for every sum.
+layers is a tuple of summands, and its first reader sums them while it norms them. `residual_norm.py` and, for
+readers in FP8, `residual_fp8.py` do both in one pass, which saves a pass over memory for every sum;
+`head_input.py` does it for the head.
 """
 from collections.abc import Callable
 
@@ -39,7 +40,7 @@ def mlp_input_reference(summands: Summands, scales: Tensor) -> tuple[Tensor, Ten
     return scales[1] * x, norm(x)
 
 
-def before_head(last: Summands, kept: Summands | None, backout: Tensor) -> Tensor:
+def before_head_reference(last: Summands, kept: Summands | None, backout: Tensor) -> Tensor:
     """What the head reads (n, width): the norm of the stream less a learned share of an earlier one.
 
     `kept` is None where nothing is subtracted; `backout` is 0-dim float32.

@@ -22,7 +22,8 @@ from kernels.example import Example
 from kernels.fp8.formats import E4M3, Quantized, normed_scale, packed, paired, rounding_slack, widened
 from kernels.fp8.quantize import quantize, quantize_reference
 from kernels.mlp.residual import Summands, add_up, mlp_input_reference
-from kernels.mlp.residual_gradient import check_like, residual_backward, summed
+from kernels.mlp.residual_gradient import check_like, summed
+from kernels.mlp.residual_norm import SumAndNorm
 
 # (tokens a program, warps, most registers a thread), tokens a multiple of 16; 32 fill a sector of a
 # transposed row. The first is used, or the last, which holds 2,048 columns, if a row is longer than LONG. At
@@ -103,38 +104,16 @@ def sum_and_norm_fp8(
     return out, q, transposed, rms
 
 
-class SumAndNormFP8(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, scales: Tensor | None, readers: int, *summands: Tensor) -> tuple[Tensor, ...]:
-        out, q, transposed, rms = sum_and_norm_fp8(summands, scales)
-        out = summands[0] if out is None else out
-        ctx.save_for_backward(out, rms, scales)
-        ctx.mark_non_differentiable(q, transposed)
-        # Otherwise autograd would make gradients of q and qᵀ: 75 MB of zeros that no kernel reads.
-        ctx.set_materialize_grads(False)
-        ctx.count = len(summands)
-        return out, q, transposed, *(out.new_empty(()).expand_as(out) for _ in range(readers))
-
-    @staticmethod
-    def backward(ctx, out_grad: Tensor | None, q: None, transposed: None,
-                 *norm_grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        out, rms, scales = ctx.saved_tensors
-        out_grad = torch.zeros_like(out) if out_grad is None else out_grad
-        norm_grads = tuple(grad for grad in norm_grads if grad is not None) or (torch.zeros_like(out),)
-        grad, sums = residual_backward(out_grad, norm_grads, out, rms, scales)
-        return sums, None, *[grad] * ctx.count
-
-
 def mlp_input_fp8(summands: Summands, scales: Tensor) -> tuple[Tensor, Quantized]:
     """As `mlp_input_reference`, for an FP8 MLP. Backward reads the first result: do not write over it."""
-    x, q, transposed, stand_in = SumAndNormFP8.apply(scales, 1, *summands)
+    x, q, transposed, stand_in = SumAndNorm.apply(sum_and_norm_fp8, scales, 1, *summands)
     return x, Quantized(stand_in, q, transposed)
 
 
 def norm_fork_fp8(summands: Summands, readers: int = 1) -> tuple[Quantized | Tensor, ...]:
     """As `norm_fork_reference`, for readers that are FP8 matmuls. Each has a stand-in, and so a gradient, of
     its own."""
-    x, q, transposed, *stand_ins = SumAndNormFP8.apply(None, readers, *summands)
+    x, q, transposed, *stand_ins = SumAndNorm.apply(sum_and_norm_fp8, None, readers, *summands)
     return *(Quantized(stand_in, q, transposed) for stand_in in stand_ins), x
 
 

@@ -1,7 +1,7 @@
 """The gradient of a residual stream's summands, from those of c y and norm(y), in one pass.
 
-Forward, y = a Σ summands gave c y and norm(y) (`residual_fp8.py`). As a scales all summands, they have the
-same gradient, which is written once:
+Forward, y = a Σ summands gave c y and norm(y) (`residual_norm.py`, `residual_fp8.py`). As a scales all
+summands, they have the same gradient, which is written once:
 
     n = norm(y) = c y / (c rms)
     gradient of y = c g + (h − mean(h · n) n) / rms      for gradients g of c y and h of norm(y)
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.backend import check, tl, triton
+from kernels.backend import check, multiprocessors, tl, triton
 from kernels.example import Example
 from kernels.fp8.formats import widened
 from kernels.mlp.residual import add_up
@@ -104,7 +104,7 @@ def residual_backward(
     norm_grads: tuple[Tensor, ...],  # of norm(y): one for each reader
     out: Tensor,  # (n, width): c y
     rms: Tensor,  # (n,) float32
-    scales: Tensor | None = None,  # as `sum_and_norm_fp8` got them
+    scales: Tensor | None = None,  # as `sum_and_norm` got them
     tuned: tuple[int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of each summand, like `out`, and that of `scales`, (2,) float32, if given.
@@ -117,8 +117,7 @@ def residual_backward(
     check(rms.shape == (n,) and rms.dtype == torch.float32 and rms.is_contiguous(), "rms", rms,
           f"contiguous float32 ({n},)")
     columns = min(columns, triton.next_power_of_2(width))
-    programs *= torch.cuda.get_device_properties(out.device).multi_processor_count if out.is_cuda else 1
-    programs = min(programs, triton.cdiv(n, tile))
+    programs = min(programs * multiprocessors(out), triton.cdiv(n, tile))
     grad = torch.empty_like(out)
     sums = None if scales is None else scales.new_empty(programs, 2)
     if out.numel():

@@ -14,28 +14,8 @@ from kernels.ngrams.exchange import ColumnExchange, whole_rows
 from kernels.ngrams.row_gradients import RowGradients, no_gradients
 from kernels.ngrams.shared_gradient import NGramValues
 from kernels.ranks.collectives import Collectives
-from kernels.sequence import previous
 
-# The factors of a token and of those before it. They are odd: a product with an odd number loses none of 64
-# bits.
-HASH = 998_244_353, 1_000_003, 2_654_435_761, 3_266_489_917, 668_265_263, 374_761_393
 PART = 2 ** 20  # rows that are looked at together where all rows are
-
-
-def ngram_index(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...], count: int,
-                classes: Tensor | None = None) -> Tensor:
-    """Row numbers of the n-grams that end at each token, hashed into `count` rows, token by token.
-
-    tokens (n,) integers, is_start (n,) bool; the result is (n · len(lengths),) int32. Tokens count from 1,
-    and what lies before the start of a sequence is 0. With `classes` (vocabulary,) integers the n-grams are
-    of the tokens' classes.
-    """
-    token, index, found = (tokens if classes is None else classes[tokens.long()]).long() + 1, 0, []
-    for factor in HASH[:max(lengths)]:
-        index = token * factor ^ index  # of one more token
-        found.append(index)
-        token = previous(token, is_start)
-    return torch.stack([found[length - 1] % count for length in lengths], 1).flatten().int()
 
 
 class TableState(NamedTuple):
@@ -111,7 +91,7 @@ class NGrams(nn.Module):
     def index(self, hash_rows: Callable, tokens: Tensor, is_start: Tensor) -> Tensor | None:
         """The rows that all ranks' tokens read, in rank order; None without a table. All ranks must call.
 
-        `hash_rows`: `ngram_index` or its compiled form.
+        `hash_rows`: `ngram_index` or its reference.
         """
         if not self.lengths:
             return None

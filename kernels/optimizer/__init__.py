@@ -22,7 +22,13 @@ from kernels.optimizer.adam import adam_update, adam_update_reference
 from kernels.optimizer.averages import Averaged, Averages
 from kernels.optimizer.coefficients import Triple, lower_end, polar_express
 from kernels.optimizer.master_weight import Master, Rule, apply_update, read_master, write_master
-from kernels.optimizer.normuon import Rates, nesterov_momentum, neuron_update
+from kernels.optimizer.normuon import (
+    Rates,
+    nesterov_momentum,
+    nesterov_momentum_reference,
+    neuron_update,
+    neuron_update_reference,
+)
 from kernels.optimizer.orthogonalize import newton_schulz, newton_schulz_reference
-from kernels.optimizer.shared_updates import SharedUpdates, feature_update
+from kernels.optimizer.shared_updates import SharedUpdates, feature_update, feature_update_reference
 from kernels.optimizer.sparse_adam import row_adam, row_adam_reference

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.backend import check, tl, triton
 from kernels.example import Example
-from kernels.optimizer.master_weight import Master, Rule, apply_update, moved_by
+from kernels.optimizer.master_weight import Master, Rule, apply_update, apply_update_at
 
 # (elements a program at most, warps). The first is used.
 CONFIGS = [(1024, 4), (1024, 8), (512, 4), (256, 2), (256, 1), (2048, 8)]
@@ -60,6 +60,19 @@ def adam_update_reference(weight: Master, grad: Tensor, first: Tensor, second: T
 
 
 @triton.jit
+def direction_at(grad, first_ptr, second_ptr, at, mine, steps, beta1, beta2, log2_beta1, log2_beta2):
+    """In a kernel, `adam_direction` of the elements `at` that are `mine`."""
+    second = tl.load(second_ptr + at, mask=mine, other=0.0)
+    first = tl.load(first_ptr + at, mask=mine, other=0.0)
+    second += (1 - beta2) * (grad * grad - second)
+    first += (1 - beta1) * (grad - first)
+    tl.store(second_ptr + at, second, mask=mine)
+    tl.store(first_ptr + at, first, mask=mine)
+    root = tl.sqrt(second / (1 - tl.exp2(steps * log2_beta2))) + 1e-10
+    return first / (1 - tl.exp2(steps * log2_beta1)) / root
+
+
+@triton.jit
 def mixed(update, moved_ptr, of_row_ptr, shares_ptr, place, column, mine, width, rows, tables,
           FEATURES: tl.constexpr):
     """`Shared.mixed` of part of a row: that of table place // rows and row place % rows."""
@@ -76,8 +89,7 @@ def mixed(update, moved_ptr, of_row_ptr, shares_ptr, place, column, mine, width,
 @triton.jit
 def adam_kernel(weight_ptr, bits_ptr, grad_ptr, first_ptr, second_ptr, steps_ptr, finite_ptr, lr_ptr,
                 decay_ptr, moved_ptr, of_row_ptr, shares_ptr, n, width, rows, tables, beta1, beta2,
-                log2_beta1, log2_beta2, FEATURES: tl.constexpr, HALVES: tl.constexpr, CAUTIOUS: tl.constexpr,
-                BLOCK: tl.constexpr):
+                log2_beta1, log2_beta2, FEATURES: tl.constexpr, CAUTIOUS: tl.constexpr, BLOCK: tl.constexpr):
     """A program takes part of a row of `width` numbers. Without features, BLOCK numbers are a row."""
     parts = tl.cdiv(width, BLOCK)
     place, column = tl.program_id(0) // parts, tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
@@ -85,32 +97,12 @@ def adam_kernel(weight_ptr, bits_ptr, grad_ptr, first_ptr, second_ptr, steps_ptr
     mine = (column < width) & (at < n)
     finite, steps = tl.load(finite_ptr) != 0, tl.load(steps_ptr)
     grad = tl.where(finite, tl.load(grad_ptr + at, mask=mine, other=0.0).to(tl.float32), 0.0)
-    second = tl.load(second_ptr + at, mask=mine, other=0.0)
-    first = tl.load(first_ptr + at, mask=mine, other=0.0)
-    second += (1 - beta2) * (grad * grad - second)
-    first += (1 - beta1) * (grad - first)
-    tl.store(second_ptr + at, second, mask=mine)
-    tl.store(first_ptr + at, first, mask=mine)
-    root = tl.sqrt(second / (1 - tl.exp2(steps * log2_beta2))) + 1e-10
-    update = first / (1 - tl.exp2(steps * log2_beta1)) / root
+    update = direction_at(grad, first_ptr, second_ptr, at, mine, steps, beta1, beta2, log2_beta1, log2_beta2)
     if FEATURES > 0:
         update = mixed(update, moved_ptr, of_row_ptr, shares_ptr, place, column, mine, width, rows, tables,
                        FEATURES)
-
-    if HALVES:      # as in `read_master`; both are int16
-        high = tl.load(weight_ptr + at, mask=mine, other=0).to(tl.int32)
-        low = tl.load(bits_ptr + at, mask=mine, other=0).to(tl.int32)
-        value = (high << 16 | low & 0xFFFF).to(tl.float32, bitcast=True)
-    else:
-        value = tl.load(weight_ptr + at, mask=mine, other=0.0).to(tl.float32)
-    decay, lr = tl.load(decay_ptr), tl.load(lr_ptr)
-    value = tl.where(finite, moved_by(value, update, lr, decay, CAUTIOUS), value)
-    if HALVES:
-        joined = value.to(tl.int32, bitcast=True)
-        tl.store(weight_ptr + at, (joined >> 16).to(tl.int16), mask=mine)
-        tl.store(bits_ptr + at, joined.to(tl.int16), mask=mine)
-    else:
-        tl.store(weight_ptr + at, value.to(weight_ptr.dtype.element_ty), mask=mine)
+    lr, decay = tl.load(lr_ptr), tl.load(decay_ptr)
+    apply_update_at(weight_ptr, bits_ptr, at, mine, update, finite, lr, decay, CAUTIOUS)
 
 
 def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, steps: Tensor, rule: Rule,
@@ -141,8 +133,7 @@ def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, ste
         adam_kernel[triton.cdiv(n, width) * triton.cdiv(width, block),](
             stored if bits is None else stored.view(torch.int16), bits, grad, first, second, steps,
             rule.finite, rule.lr, rule.decay, moved, of_row, shares, n, width, rows, tables, *betas,
-            *map(math.log2, betas), FEATURES=features, HALVES=bits is not None, CAUTIOUS=rule.cautious,
-            BLOCK=block, num_warps=warps)
+            *map(math.log2, betas), FEATURES=features, CAUTIOUS=rule.cautious, BLOCK=block, num_warps=warps)
 
 
 def _update(function, value: Tensor, by: tuple[Tensor, Tensor, Tensor], steps: Tensor, rule: Rule,

@@ -63,3 +63,21 @@ def moved_by(value, update, lr, decay, CAUTIOUS: tl.constexpr):
     if CAUTIOUS:
         decayed = tl.where(update * value > 0, decayed, 0.0)
     return value - lr * (update + decayed)
+
+
+@triton.jit
+def apply_update_at(weight_ptr, bits_ptr, at, mine, update, finite, lr, decay, CAUTIOUS: tl.constexpr):
+    """In a kernel, `apply_update` to the elements `at` that are `mine`. Halves are both read as int16."""
+    if bits_ptr is None:
+        value = tl.load(weight_ptr + at, mask=mine, other=0.0).to(tl.float32)
+    else:
+        high = tl.load(weight_ptr + at, mask=mine, other=0).to(tl.int32)
+        low = tl.load(bits_ptr + at, mask=mine, other=0).to(tl.int32)
+        value = (high << 16 | low & 0xFFFF).to(tl.float32, bitcast=True)
+    value = tl.where(finite, moved_by(value, update, lr, decay, CAUTIOUS), value)
+    if bits_ptr is None:
+        tl.store(weight_ptr + at, value.to(weight_ptr.dtype.element_ty), mask=mine)
+    else:
+        joined = value.to(tl.int32, bitcast=True)
+        tl.store(weight_ptr + at, (joined >> 16).to(tl.int16), mask=mine)
+        tl.store(bits_ptr + at, joined.to(tl.int16), mask=mine)

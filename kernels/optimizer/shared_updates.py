@@ -13,6 +13,7 @@ Ranks update rows of their own, while the tokens of a feature may lie on any of 
 gradients of its own rows, and then features go the way of all weights: a reduce-scatter of the sums, an
 update of a part of the features, an all-gather of their updates.
 """
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -22,9 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.backend import check, tl, triton
 from kernels.embedding import add_rows, add_rows_reference, lookup
 from kernels.example import Example
-from kernels.optimizer.adam import Shared, adam_direction
+from kernels.optimizer.adam import CONFIGS, Shared, adam_direction, direction_at
 from kernels.ranks.collectives import wait
 
 add_several = partial(add_rows, once=False)     # A token's gradient is added to each of its features.
@@ -74,15 +76,42 @@ def feature_sums(add: Callable, grads: Tensor, features: Features, sums: Tensor)
     return sums
 
 
-def feature_update(sums: Tensor, first: Tensor, second: Tensor, steps: Tensor, finite: Tensor,
-                   betas: tuple[float, float]) -> None:
+def feature_update_reference(sums: Tensor, first: Tensor, second: Tensor, steps: Tensor, finite: Tensor,
+                             betas: tuple[float, float]) -> None:
     """Of `sums` (features, tables, width), the features' gradients, make Adam's updates, in place.
 
     The moments, float32 and of the shape of `sums`, change as well. `steps` and `finite`: as in Adam, before
     it counts this step.
     """
-    grads = torch.where(finite, sums, 0).float()
+    grads = torch.where(finite, sums, 0).to(first.dtype)
     sums.copy_(adam_direction(grads, first, second, steps + 1, betas))
+
+
+@triton.jit
+def feature_kernel(sums_ptr, first_ptr, second_ptr, steps_ptr, finite_ptr, n, beta1, beta2, log2_beta1,
+                   log2_beta2, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mine, steps = at < n, tl.load(steps_ptr) + 1
+    grad = tl.load(sums_ptr + at, mask=mine, other=0.0).to(tl.float32)
+    grad = tl.where(tl.load(finite_ptr) != 0, grad, 0.0)
+    update = direction_at(grad, first_ptr, second_ptr, at, mine, steps, beta1, beta2, log2_beta1, log2_beta2)
+    tl.store(sums_ptr + at, update.to(sums_ptr.dtype.element_ty), mask=mine)
+
+
+def feature_update(sums: Tensor, first: Tensor, second: Tensor, steps: Tensor, finite: Tensor,
+                   betas: tuple[float, float], tuned: tuple[int, int] = CONFIGS[0]) -> None:
+    """`feature_update_reference` as a Triton kernel, in one pass. `betas` are above 0."""
+    n, (block, warps) = sums.numel(), tuned
+    check(0 < min(betas) and max(betas) < 1, "first", first, f"decayed by betas between 0 and 1, not {betas}")
+    check(sums.is_contiguous(), "sums", sums, "contiguous")
+    for name, x in (("first", first), ("second", second)):
+        fits = x.shape == sums.shape and x.dtype == torch.float32 and x.is_contiguous()
+        check(fits, name, x, "like sums, in contiguous float32")
+    for name, x in (("steps", steps), ("finite", finite)):
+        check(x.numel() == 1, name, x, "one number")
+    if n:
+        feature_kernel[triton.cdiv(n, block),](sums, first, second, steps, finite, n, *betas,
+                                               *map(math.log2, betas), BLOCK=block, num_warps=warps)
 
 
 class SharedUpdates:
@@ -122,10 +151,19 @@ class SharedUpdates:
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
-    """The sums of two tables; a token has three features."""
+    """The sums of two tables, where a token has three features; Adam of sums."""
     def inputs(rows: int, width: int, features: np.ndarray) -> tuple:
         numbered, grads = number_features(features, rows, device), torch.randn(2, rows, width, device=device)
         return grads.to(dtype), numbered, torch.ones(numbered.count, 2, width, device=device, dtype=dtype)
+
+    def moments(*shape: int) -> tuple:
+        sums, first = torch.randn(2, *shape, device=device).unbind()
+        steps, finite = torch.tensor(9.0, device=device), torch.tensor(True, device=device)
+        return sums.to(dtype), first, sums.square(), steps, finite, (0.75, 0.99)
+
+    def in_place(function: Callable, *args, **tuned) -> tuple:
+        function(*args, **tuned)
+        return args[:3]
 
     rows, width = (50304, 768) if size == "real" else (70, 24)
     # As many tokens of a feature as GPT-2's tokens of a class, a root and a form have in the mean.
@@ -134,3 +172,8 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         "sums over tokens of like spelling", f"{rows:,} × {width}", partial(inputs, rows, width, features),
         partial(feature_sums, add_several), partial(feature_sums, add_rows_reference),
         bytes=4.0 * width * (rows + sum(len(np.unique(feature)) for feature in features.T)))
+    for shape in ((20723, 5, 768), (18361, 1, 768)) if size == "real" else ((37, 2, 24), (1, 1, 1)):
+        yield Example(
+            "Adam of features", "{:,} × {} × {}".format(*shape), partial(moments, *shape),
+            partial(in_place, feature_update), partial(in_place, feature_update_reference),
+            bytes=20.0 * math.prod(shape), configs=CONFIGS)

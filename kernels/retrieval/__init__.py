@@ -17,7 +17,8 @@
    comes from trigrams with 1 to 9 places in the training text. Perhaps a row of the table learns too little
    from so few.
 
-- `matching.py`: hashes of the last tokens, earlier places inside a sequence, the longest match.
+- `matching.py`: earlier places inside a sequence, the longest match. Keys of the last tokens are by
+  kernels/ngrams/hashing.py.
 - `guesses.py`: `Guesses`, which rows tokens read.
 - `counts.py`: `TextCounts`, the n-grams of the training text.
 
@@ -43,6 +44,7 @@ whose next token is what followed):
 Of the first 524,288 tokens of `clean` 27, 33 and 34% have a longest match of 2, 3 and 4 or more tokens in
 188 M training tokens (27 November 2026). What followed its latest place is right for 12, 14 and 18% of these.
 """
+from kernels.ngrams.hashing import suffix_keys, suffix_keys_reference
 from kernels.retrieval.counts import TextCounts
 from kernels.retrieval.guesses import Guesses
-from kernels.retrieval.matching import guess_rows, near_guesses, suffix_keys
+from kernels.retrieval.matching import guess_rows, near_guesses

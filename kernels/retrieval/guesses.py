@@ -10,7 +10,7 @@ class Guesses:
     """A guess a token: what followed the longest earlier match of the last tokens in its sequence."""
 
     def __init__(self, near: tuple[int, ...], suffix_keys: Callable):
-        """`near`: lengths of matches, () for none. `suffix_keys` may be its compiled form."""
+        """`near`: lengths of matches, () for none. `suffix_keys` may be its reference."""
         self.near, self.suffix_keys = (*sorted(near),), suffix_keys
 
     def rows(self, tokens: Tensor, is_start: Tensor, count: int) -> Tensor:

@@ -27,12 +27,13 @@ from records.tools import markdown
 FAMILIES = {
     "communication": r"nccl|barrier_kernel|PtoP",
     "attention": r"flash|attention|attn|fmha",
-    "copy head": r"pointer_(query_|key_)?kernel",
+    "copy head": r"pointer_(query_|key_)?kernel|halves",
     "orthogonalisation": r"symmetric_kernel|rescale_kernel",
-    "loss": r"(loss|gradient)_kernel|log_softmax|nll_loss",
+    "loss": r"(loss|gradient|target)_kernel|log_softmax|nll_loss",
     "matmul": r"gemm|gemv|nvjet|cutlass|matmul|_mm_|product_kernel|splitk",
-    "embedding": r"add_(blocks|crossing)|embedding|gather|scatter|index|sort|radix",
-    "optimizer": r"lerp|row_adam",
+    "embedding": r"add_(blocks|crossing)|(hash|take_rows|enlist)_kernel|embedding|gather|scatter|index|"
+                 r"sort|radix",
+    "optimizer": r"lerp|adam_kernel|momentum_kernel|neuron_|feature_kernel",
     "elementwise": r"triton_|elementwise|reduce|heads_(backward_)?kernel|value_mix|residual|shared_rows|"
                    r"smear|row_norms|_scales_|scaled_kernel",
     "copies": r"^mem(cpy|set)|copy|transpose|quantize|fill",

@@ -1,9 +1,17 @@
-"""Adam's kernel against its reference, also where a step is not finite and where rows share updates."""
+"""Adam's kernels against their references, also where a step is not finite and where rows share updates."""
 import pytest
 import torch
 from checks import DEVICE, DTYPE, in_halves, refused, same_bits
 
-from kernels.optimizer import Master, Rule, adam_update, adam_update_reference, read_master
+from kernels.optimizer import (
+    Master,
+    Rule,
+    adam_update,
+    adam_update_reference,
+    feature_update,
+    feature_update_reference,
+    read_master,
+)
 from kernels.optimizer.adam import Shared
 
 TABLES, ROWS, WIDTH, FEATURES = 2, 37, 80, 5
@@ -46,6 +54,22 @@ def test_several_updates_are_those_of_the_reference(halves, with_features, cauti
     assert state[-1] == 6
 
 
+def test_updates_of_features_are_those_of_the_reference():
+    """The second of three is not finite: its gradients count as zero."""
+    shape, ended = (5, TABLES, WIDTH), []
+    _, grad, first, second = (x[:5 * TABLES * WIDTH].view(shape) for x in numbers())
+    for function in (feature_update, feature_update_reference):
+        state = first.clone(), second.clone()
+        for step, finite in enumerate((True, False, True)):
+            sums = grad.clone() if finite else torch.full_like(grad, torch.nan)
+            numbers_of_step = (torch.tensor(x, device=DEVICE) for x in (float(step), finite))
+            function(sums, *state, *numbers_of_step, (0.5, 0.95))
+            ended.append((sums, *(x.clone() for x in state)))
+    for found, wanted in zip(ended[:3], ended[3:]):
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=max(1e-5, torch.finfo(a.dtype).eps), atol=1e-6)
+
+
 def test_nothing_is_updated_of_an_empty_weight():
     empty = torch.zeros(0, device=DEVICE)
     steps = torch.tensor(0.0, device=DEVICE)
@@ -72,3 +96,17 @@ def test_what_the_kernel_does_not_take_is_refused():
         ("shares", update(shared=like._replace(shares=like.shares[:, :2]))),
         ("shares", update(shared=like._replace(moved=like.moved.mT.contiguous().mT))))
     assert steps == 0
+
+
+def test_sums_of_features_that_the_kernel_does_not_take_are_refused():
+    sums, first, second = torch.zeros(3, FEATURES, TABLES, WIDTH, device=DEVICE).unbind()
+    one = torch.tensor(1.0, device=DEVICE)
+
+    def update(sums=sums, first=first, second=second, steps=one, finite=one, betas=(0.5, 0.9)):
+        return lambda: feature_update(sums, first, second, steps, finite, betas)
+
+    refused(
+        ("first", update(betas=(0.0, 0.9))), ("first", update(betas=(0.5, 1.0))),
+        ("first", update(first=first.half())), ("second", update(second=second[1:])),
+        ("second", update(second=second.mT.contiguous().mT)), ("sums", update(sums=sums[..., ::2])),
+        ("steps", update(steps=sums)), ("finite", update(finite=sums)))

@@ -1,10 +1,11 @@
 """The n-gram table as a module: its hash, what it looks up, where gradients go."""
 import pytest
 import torch
-from checks import DEVICE, DTYPE, random
+from checks import DEVICE, DTYPE, random, refused, same_bits
 
 from kernels import embedding, ngrams
 from kernels.ranks import Collectives
+from kernels.retrieval import suffix_keys, suffix_keys_reference
 
 
 def table(lengths: tuple[int, ...] = (2, 3), rows: int = 1009, layers: int = 3) -> ngrams.NGrams:
@@ -13,13 +14,14 @@ def table(lengths: tuple[int, ...] = (2, 3), rows: int = 1009, layers: int = 3) 
     return model
 
 
+@pytest.mark.parametrize("hash_rows", [ngrams.ngram_index, ngrams.ngram_index_reference])
 @pytest.mark.parametrize("lengths", [(2,), (3, 1), (2, 3, 4, 5, 6)])
-def test_the_same_last_tokens_find_the_same_row(lengths):
+def test_the_same_last_tokens_find_the_same_row(lengths, hash_rows):
     """The row depends on those tokens, on their order, and on where the sequence starts; on nothing else."""
     tokens = torch.tensor([7, 1, 2, 3, 4, 5, 6, 7, 9, 1, 2, 3, 4, 5, 6, 7, 7, 1, 2], device=DEVICE)
     is_start = torch.zeros(19, dtype=torch.bool, device=DEVICE)
     is_start[[0, 9, 16]] = True
-    found = ngrams.ngram_index(tokens, is_start, lengths, 10_007).view(19, len(lengths)).T
+    found = hash_rows(tokens, is_start, lengths, 10_007).view(19, len(lengths)).T
     assert found.dtype == torch.int32 and found.min() >= 0 and found.max() < 10_007
     for rows, length in zip(found.tolist(), lengths):
         # Seven equal tokens, of which the first sequence has another one before them.
@@ -27,8 +29,53 @@ def test_the_same_last_tokens_find_the_same_row(lengths):
         assert same == [i + 1 >= length for i in range(7)]
         assert rows[0] == rows[16] and rows[17] == rows[1] and rows[18] == rows[2]
         if length > 1:
-            swapped = ngrams.ngram_index(tokens[[0, 2, 1]], is_start[:3], (length,), 10_007)
+            swapped = hash_rows(tokens[[0, 2, 1]], is_start[:3], (length,), 10_007)
             assert swapped[2] != rows[2]
+
+
+@pytest.mark.parametrize("n", [0, 1, 40, 300])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_hashes_have_the_bits_of_the_reference(n, dtype):
+    """Also where products overflow and hashes are negative, and where ends are longer than their sequence."""
+    tokens = torch.randint(-2 ** 31, 2 ** 31 - 1, (n,), device=DEVICE).to(dtype)
+    tokens *= 1 if dtype is torch.int32 else 2 ** 30 + 1
+    is_start = torch.rand(n, device=DEVICE) < 0.2
+    is_start[:1] = True
+    for tuned in ((16, 1), (256, 4)):
+        for count in (1, 7, 2 ** 28, 2 ** 31 - 1):
+            given = tokens, is_start, (1, 6, 2, 2), count
+            found = ngrams.ngram_index(*given, tuned=tuned)
+            assert same_bits(found, ngrams.ngram_index_reference(*given))
+            assert found.shape == (4 * n,) and not n or 0 <= found.min() and found.max() < count
+        for starts in (is_start, torch.arange(n, device=DEVICE) == 0):
+            keys = suffix_keys_reference(tokens, starts, (3, 64, 1))
+            assert same_bits(suffix_keys(tokens, starts, (3, 64, 1), tuned), keys) and keys.shape == (3, n)
+    assert n < 40 or keys.min() < 0 < keys.max()
+    classes = torch.randint(-3, 9, (50,), device=DEVICE).to(dtype)
+    given = tokens.remainder(50), is_start, (2, 3), 1009, classes
+    assert same_bits(ngrams.ngram_index(*given), ngrams.ngram_index_reference(*given))
+    unmarked = is_start.clone().index_fill_(0, torch.zeros(min(n, 1), dtype=torch.long, device=DEVICE), False)
+    assert same_bits(suffix_keys(tokens, unmarked, (3, 64)), suffix_keys(tokens, is_start, (3, 64)))
+
+
+def test_keys_are_equal_where_the_last_tokens_are():
+    """Of few different tokens, so that many ends are equal; before a sequence lies a token of its own."""
+    tokens, is_start = torch.randint(2, (200,), device=DEVICE), torch.arange(200, device=DEVICE) % 40 == 0
+    for length, keys in zip((1, 3, 8), suffix_keys(tokens, is_start, (1, 3, 8)).tolist()):
+        firsts = [max(i - length + 1, i // 40 * 40) for i in range(200)]
+        ends = [(*[0] * (length - i + first - 1), *(tokens[first:i + 1] + 1).tolist())
+                for i, first in enumerate(firsts)]
+        assert len(set(ends)) == len(set(keys)) == len(set(zip(ends, keys))) > 1
+
+
+def test_what_the_hash_refuses():
+    tokens, is_start = torch.zeros(5, dtype=torch.int32, device=DEVICE), torch.ones(5, device=DEVICE) > 0
+    cases = (("tokens", tokens.short(), is_start), ("tokens", tokens[::2], is_start[:3]),
+             ("is_start", tokens, is_start[1:]), ("is_start", tokens, tokens),
+             ("classes", tokens, is_start, tokens.float()), ("classes", tokens, is_start, tokens[::2]))
+    refused(*((name, lambda given=given: ngrams.ngram_index(*given[:2], (2,), 7, *given[2:]))
+              for name, *given in cases))
+    refused(("tokens", lambda: suffix_keys(tokens[:, None], is_start, (1,))))
 
 
 def test_tokens_of_other_ranks_count_in_rank_order():

@@ -3,9 +3,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from checks import DEVICE, DTYPE, random
+from checks import DEVICE, DTYPE, assert_as_exact_as_pytorch, random, refused
 
-from kernels.copying import CopyHead, pointer_sums, pointer_sums_reference, project
+from kernels.copying import CopyHead, pointer_sums, pointer_sums_reference, project, project_reference
+from kernels.copying.head import CONFIGS
+from kernels.example import both_ways
 from kernels.loss import Targets, head_loss_reference
 from kernels.sequence import Sequences
 
@@ -74,6 +76,38 @@ def test_without_a_match_nothing_is_learned_and_bad_inputs_are_refused():
             pointer_sums(*given, sequences, 0.3)
 
 
+@pytest.mark.parametrize("n", [0, 1, 83])
+@pytest.mark.parametrize("size", [1.0, 1e-4])      # So small states show what norms add to a mean square.
+def test_queries_and_keys_are_as_exact_as_pytorch(n, size):
+    """With the gradients of all four, which one result alone may have."""
+    x, weight = random(n, 48) * size, random(2 * CHANNELS, 48)
+    gate, bias = (torch.randn(length, device=DEVICE) for length in (CHANNELS, 1))
+    given = x, weight, gate, bias
+    grads = random(n, CHANNELS), random(n, CHANNELS), torch.rand(n, device=DEVICE)
+    for kept in ((1, 1, 1), (0, 0, 1), (1, 0, 0)):
+        wanted = tuple(grad * factor for grad, factor in zip(grads, kept))
+        exact, plain = (both_ways(project_reference, wanted, (0, 1, 2, 3))(*inputs)
+                        for inputs in ([tensor.double() for tensor in given], given))
+        for tuned in CONFIGS[:2]:
+            results = both_ways(lambda *inputs: project(*inputs, tuned), wanted, (0, 1, 2, 3))(*given)
+            assert results[0].is_contiguous() and results[1].is_contiguous()
+            for result, in_pytorch, in_double in zip(results, plain, exact, strict=True):
+                if not in_double.any():
+                    assert result.shape == in_pytorch.shape and not result.any()
+                else:
+                    assert_as_exact_as_pytorch(result, in_pytorch, in_double, 1e-6)
+
+
+def test_what_the_copy_heads_inputs_must_be():
+    gate, bias = (torch.zeros(length, device=DEVICE) for length in (CHANNELS, 1))
+    given = [random(5, 48), random(2 * CHANNELS, 48), gate, bias]
+    refused(*((name, lambda place=place, x=x: project(*given[:place], x, *given[place + 1:]))
+              for place, name, x in ((0, "x", given[0].double()), (0, "x", given[0][0]),
+                                     (1, "weight", given[1][1:]), (1, "weight", given[1].double()),
+                                     (2, "gate", given[2][:9]), (2, "gate", given[2].half()),
+                                     (3, "bias", given[3].double()), (3, "bias", given[2]))))
+
+
 def test_like_states_find_each_other_before_anything_is_learned():
     """A token that came before in the same sequence gets a share at once, a small one; another gets none."""
     copies = CopyHead(CHANNELS, 32, 0.3, torch.float32, DEVICE)
@@ -82,7 +116,7 @@ def test_like_states_find_each_other_before_anything_is_learned():
     x = torch.randn(6, 32, generator=torch.Generator(DEVICE).manual_seed(1), device=DEVICE)[tokens]
     bounds, rest = torch.tensor([0, 6], device=DEVICE, dtype=torch.int32), copies.bias.item()
     sequences = Sequences.of(bounds, 6, 6)
-    q, k, _ = project(x, copies.weight, copies.gate, copies.bias)
+    q, k, _ = project_reference(x, copies.weight, copies.gate, copies.bias)
     shares = {token: (pointer_sums_reference(q, k, tokens, torch.full_like(tokens, token), sequences, 0.3)[0]
                       - rest).sigmoid()[-1].item() for token in range(7)}
     assert max(shares, key=shares.get) == 2 and 0.005 < shares[2] < 0.01     # what followed the first 1
@@ -103,7 +137,7 @@ def test_the_mixture_of_both_sources_is_a_probability():
     words.tokens = tokens
     for token in range(VOCABULARY):
         words.targets = torch.full((n,), token, device=DEVICE, dtype=torch.int32)
-        mixture = copies.mixture(x, words, sequences, project, pointer_sums_reference)
+        mixture = copies.mixture(x, words, sequences, project_reference, pointer_sums_reference)
         for t in range(n):
             only = words.targets.clone().fill_(-1).index_fill_(0, torch.tensor(t, device=DEVICE), token)
             wanted = Targets(only, only < n, torch.ones(1, device=DEVICE), mixture)
