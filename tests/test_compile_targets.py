@@ -5,7 +5,6 @@ the model without kernels. Compiling for a GPU needs none. As a program this com
 
     python tests/test_compile_targets.py 80 89 90 100 120
 """
-import contextlib
 import json
 import os
 import subprocess
@@ -20,8 +19,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Bytes of shared memory that a block may have (CUDA C++ programming guide, technical specifications).
 SHARED = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-# What a usual run of the tests compiles: the kernel that takes most, where there is least.
-SAMPLE = {120: "symmetric_kernel"}
+HOPPER = 90
+# What a usual run of the tests compiles: a small kernel, and the one that takes most, where there is least.
+SAMPLE = {HOPPER: "hash_kernel", 120: "symmetric_kernel"}
 # LLVM in Triton 3.7.1 ends the process by an assertion; forms of 4 warps compile, and all in Triton 3.6.0.
 # With 3.7.1 a B200 wants `--reference newton_schulz`.
 BROKEN = {(100, "symmetric_kernel")}
@@ -32,54 +32,54 @@ def launches(capability: int) -> list[tuple]:
     import torch
 
     import train_gpt
-    from kernels.embedding import rows
     from records.run import memory
-    found, event = [], SimpleNamespace(record=lambda: None, wait=lambda: None)
+    found = []
 
-    class Recorder(memory.Counter):
-        @contextlib.contextmanager
-        def counting(self):
-            from triton.runtime.jit import KernelInterface
-            take = mock.patch.object(KernelInterface, "__getitem__", lambda kernel, grid: (
-                lambda *args, **options: found.append((kernel, args, options))))
-            on_gpu = mock.patch.object(torch.Tensor, "is_cuda", True)
-            with super().counting(), take, on_gpu:
-                yield
+    def take(kernel, grid):
+        return lambda *args, **options: found.append((kernel, args, options))
 
-    properties = SimpleNamespace(multi_processor_count=132,
-                                 shared_memory_per_block_optin=SHARED[capability])
-    fake = {"get_device_capability": lambda *_: divmod(capability, 10), "Event": lambda: event,
-            "get_device_properties": lambda *_: properties}
+    fake = {"get_device_capability": lambda *_: divmod(capability, 10),
+            "get_device_properties": lambda *_: SimpleNamespace(
+                multi_processor_count=132, shared_memory_per_block_optin=SHARED[capability])}
     config = train_gpt.parse(["--preset", "speedrun", "--data_path", "x", "--ngram_rows", "8388608",
                               "--copy_channels", "128", "--near_match", "1,2,4,8", "--canonical", "true"])[0]
     config = replace(config, layers=train_gpt.CPU_LAYERS)           # They have everything.
     for name in ("flash_attn", "flash_attn.cute"):
         sys.modules.setdefault(name, ModuleType(name))
     sys.modules["flash_attn"].cute = sys.modules["flash_attn.cute"]
-    with mock.patch.multiple(torch.cuda, **fake), mock.patch.object(rows, "side_stream", lambda _: None), \
-            mock.patch.object(memory, "Counter", Recorder):
+    with mock.patch.multiple(torch.cuda, **fake):
         sampled = {(stage.batch_tokens, stage.softmax_samples): 16_384 for stage in config.stages}
-        memory.count(train_gpt, config, 1, torch.device("cuda", 0), False, sampled, [config.val_chunk])
+        memory.count(train_gpt, config, 1, torch.device("cuda", 0), False, sampled, [config.val_chunk], take)
     return found
 
 
 def compile_for(capability: int, beginning: str) -> dict[str, int | str]:
-    """The most shared memory of each kernel's forms, of those whose names begin so; or one error."""
+    """The most shared memory of each kernel's forms, of those whose names begin so; or one error.
+
+    They are compiled as a start does it (records/run/ahead.py).
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver
-    target = GPUTarget("cuda", capability, 32)
+
+    from records.run import ahead
+    target, launchers, imported_before = GPUTarget("cuda", capability, 32), [], "torch._dynamo" in sys.modules
     driver.set_active(SimpleNamespace(
         get_current_target=lambda: target, get_current_device=lambda: capability,
-        get_current_stream=lambda _: 0))
+        get_current_stream=lambda _: 0, launcher_cls=lambda *of: launchers.append(of)))
+    with ahead.compiling() as launch:
+        made = [(kernel.__name__, launch(kernel, (1,))(*args, **options))
+                for kernel, args, options in launches(capability)
+                if kernel.__name__.startswith(beginning) and (capability, kernel.__name__) not in BROKEN]
+    imported = "torch._dynamo" in sys.modules and not imported_before
+    assert not imported or capability != HOPPER, "a start on a Hopper imported torch.compile: 3 s"
     shared: dict[str, int] = {}
-    for kernel, args, options in launches(capability):
-        name = kernel.__name__
-        if name.startswith(beginning) and (capability, name) not in BROKEN:
-            try:
-                made = kernel.run(*args, grid=(1,), warmup=True, **options)     # once for each form
-                shared[name] = max(shared.get(name, 0), made.metadata.shared)
-            except Exception as error:          # a compiler's errors are of many classes
-                return {name: f"{type(error).__name__}: {error}"}
+    for name, kernel in made:
+        try:
+            shared[name] = max(shared.get(name, 0), kernel.result().metadata.shared)
+        except Exception as error:              # a compiler's errors are of many classes
+            return {name: f"{type(error).__name__}: {error}"}
+    forms = len({id(kernel) for _, kernel in made})
+    assert len(launchers) == forms, f"{len(launchers)} launchers of {forms} forms of kernels"
     return shared
 
 

@@ -13,10 +13,11 @@ from decimal import Decimal, InvalidOperation
 import numpy as np
 import torch
 
-from data import embedded
+from data import canonical, embedded
 from data.packing import round_up, sample_parts
 from data.shards import open_shard, shards_in
 from kernels.ranks.collectives import can_copy, ranks_here
+from records.run.ahead import Launch, compiling, no_launch
 from records.run.checks import check_machine
 from records.run.memory import Need, count
 from records.run.settings import UserError
@@ -33,8 +34,8 @@ COSTS = {"micro_batches": "which packs other batches; more are slower",
 class Fitting:
     """Finds the first of the choices that fits, for ranks that each have `room` bytes on a GPU."""
 
-    def __init__(self, config, world, room: int, program):
-        self.config, self.world, self.room, self.program = config, world, room, program
+    def __init__(self, config, world, room: int, program, launch: Launch = no_launch):
+        self.config, self.world, self.room, self.program, self.launch = config, world, room, program, launch
         self.copies = config.peer_copies and ranks_here() == world.size and can_copy(world.device)
         self.counted: dict[int, dict[int, Need]] = {}   # by micro-batches and val_chunk
 
@@ -45,7 +46,7 @@ class Fitting:
             chunks = halvings(config.val_chunk, config.val_sequence_length)
             self.counted[micro_batches] = count(
                 self.program, replace(config, micro_batches=micro_batches), ranks, self.world.device,
-                self.copies, candidates(choice), chunks)
+                self.copies, candidates(choice), chunks, self.launch)
         need = self.counted[micro_batches][choice.val_chunk]
         return need._replace(table=need.table * choice.ngram_rows // max(config.ngram_rows, 1))
 
@@ -69,6 +70,8 @@ def fit(config, given: Collection[str], world, trainer: type):
     changes, and leaves what it found in `world.found`, for the log: memory, and with `config.doctor` the
     machine's figures. On a CPU nothing has to fit.
     """
+    if config.canonical:
+        canonical.begin(config.padded_vocab)    # a process of its own, for which the first score waits
     if config.doctor:
         from records.tools import doctor  # a program of its own, which few runs need
         world.found["doctor"] = doctor.figures(world)
@@ -81,8 +84,9 @@ def fit(config, given: Collection[str], world, trainer: type):
         wanted = replace(config, micro_batches=max(config.micro_batches, world.size))   # one for each rank
     embedded.provide(config.data_path, world.rank, world.barrier)      # Candidates are counted in its text.
     check_machine(wanted, world.size, world.device)
-    fitting = Fitting(wanted, world, room_of(world), sys.modules[trainer.__module__])
-    choice, need = fitting.first(given)
+    with compiling() as launch:
+        fitting = Fitting(wanted, world, room_of(world), sys.modules[trainer.__module__], launch)
+        choice, need = fitting.first(given)
     total, room = need.total(config.capture), fitting.room
     if choice is None:
         advice, _ = fitting.first(())

@@ -6,6 +6,7 @@ the GPU, kernels left out. A dispatch mode sees every tensor come and go. That t
 no free memory. Three things are stood in for: what torch.compile fuses, FlashAttention, and the other ranks.
 """
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from data.packing import round_up, sample_parts
 from kernels import attention
 from kernels.ranks.collectives import Collectives
 from kernels.streams import SPARE
+from records.run.ahead import Launch, no_launch
 from records.run.checkpoint import copied_bytes
 
 META = torch.device("meta")
@@ -104,14 +106,33 @@ class Counter(TorchDispatchMode):
         return run
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Inside, kernels do nothing, torch.compile is `compiled`, and meta tensors are counted."""
+    def counting(self, launch: Launch) -> Iterator[None]:
+        """Inside, meta tensors are counted. They pass for a GPU's, and torch.compile is `compiled`.
+
+        `launch`: what is done instead of launching a kernel; see records/run/ahead.py.
+        """
         import triton
-        launch = mock.patch.object(triton.runtime.jit.KernelInterface, "__getitem__",
-                                   lambda kernel, grid: lambda *args, **kwargs: None)
+        launches = mock.patch.object(triton.runtime.jit.KernelInterface, "__getitem__", launch)
         flash = mock.patch.dict(attention.ATTENTION, {name: flash_memory for name in ("flash4", "varlen")})
-        with launch, flash, mock.patch("torch.compile", self.compiled), self:
+        on_gpu = mock.patch.object(Tensor, "is_cuda", True)
+        with launches, flash, on_gpu, mock.patch("torch.compile", self.compiled), without_compilers(), self:
             yield
+
+
+@contextmanager
+def without_compilers() -> Iterator[None]:
+    """Inside, torch does not import its compilers, which takes 3 s.
+
+    It wants to keep them away from functions that work on the meta device. Nothing is compiled here.
+    """
+    name, imported = "torch._dynamo", "torch._dynamo" in sys.modules
+    stand_in = SimpleNamespace(disable=lambda function, *_, **__: function, config=SimpleNamespace())
+    sys.modules.setdefault(name, stand_in)
+    try:
+        yield
+    finally:
+        if not imported:
+            del sys.modules[name]
 
 
 class FlashMemory(torch.autograd.Function):
@@ -209,15 +230,16 @@ def empty_batch(tokens: int, candidates: tuple[int, ...], longest: int) -> Batch
 
 
 def count(program: ModuleType, config, ranks: int, device: torch.device, copies: bool,
-          candidates: dict[tuple[int, int], int], chunks: Iterable[int]) -> dict[int, Need]:
+          candidates: dict[tuple[int, int], int], chunks: Iterable[int],
+          launch: Launch = no_launch) -> dict[int, Need]:
     """What each of `ranks` GPUs like `device` will hold, by the `val_chunk` of `chunks`. Allocates nothing.
 
     `program` is train_gpt.py as a module; `copies`: ranks exchange by copies; `candidates`: of a
-    sample of the sampled softmax, by tokens and samples of its step.
+    sample of the sampled softmax, by tokens and samples of its step. `launch`: see `Counter.counting`.
     """
     counter, peaks, schedule = Counter(), [], program.Schedule(config)
     on_each, kinds = config.micro_batches // ranks, schedule.kinds().values()
-    with counter.counting():
+    with counter.counting(launch):
         others = OtherRanks(ranks, counter, copies)
         world = SimpleNamespace(size=ranks, rank=0, device=META, collectives=others)
         model = program.GPT(config, META, others, like=device)

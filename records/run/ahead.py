@@ -1,0 +1,48 @@
+"""Triton kernels compiled before their first launch, many at a time.
+
+Triton compiles a kernel where it is first launched, so that a start with empty caches compiles one after the
+other. The count of memory (records/run/memory.py) goes through the same program first, with tensors that have
+shapes and no memory. Shapes and types are all that a compiler needs.
+"""
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+MOST = 16       # threads; a tenth of what they do holds Python's lock
+
+Launch = Callable[..., Callable]        # kernel[grid] becomes launch(kernel, grid)
+
+
+def no_launch(kernel, grid) -> Callable:
+    return lambda *args, **kwargs: None
+
+
+def compile_only(kernel, grid) -> Callable:
+    return lambda *args, **kwargs: kernel.run(*args, grid=grid, warmup=True, **kwargs)
+
+
+class Compilers(ThreadPoolExecutor):
+    """Threads that compile kernels, and what launches them: a small C program for each signature."""
+
+    def submit(self, compile_: Callable) -> Future:
+        return super().submit(self.with_launcher, compile_)
+
+    @staticmethod
+    def with_launcher(compile_: Callable):
+        from triton.runtime.driver import driver
+        kernel = compile_()
+        driver.active.launcher_cls(kernel.src, kernel.metadata)     # goes to Triton's cache
+        return kernel
+
+
+@contextmanager
+def compiling() -> Iterator[Launch]:
+    """A form of launch that only compiles, beside the program. The end of the block waits for the last one.
+
+    A kernel that cannot be compiled says so where it is launched.
+    """
+    import triton
+    threads = min(MOST, len(os.sched_getaffinity(0)))
+    with Compilers(threads, "compiler") as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        yield compile_only
