@@ -4,7 +4,8 @@ norm divides a vector by its root mean square. The queries q, the keys k and the
 are what `pointer.py` and the loss take. The matmul is torch's. One launch reads its result and writes q, k
 and `rest`; backward one launch reads that result again and the three gradients, and writes its gradient. A
 row of 128 channels lies within half a warp, so norms need no shared memory. Each program sums the gradients
-of gate and bias over its rows, and torch adds the programs' sums up: all sums have one order.
+of gate and bias over its rows, and torch adds the programs' sums up: all sums have one order. On one H200,
+98,304 rows take 114 µs both ways, where compiled PyTorch takes 244.
 """
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -5,7 +5,9 @@ orthogonalize.py. Dividing by the running root mean square of each neuron is wor
 34 seconds on four H200s (one pair of runs, seed 0).
 
 The momentum takes one pass over memory. The neurons take two, for a matrix's norm must be known before any of
-its weights moves. The first pass only reads the updates, so the two move 12 bytes for each bf16 number.
+its weights moves. The first pass only reads the updates, so the two move 12 bytes for each bf16 number. For
+14 × 3,072 × 768 on one H200 a momentum with a slow average takes 159 µs and the neurons 99, where compiled
+PyTorch takes 159 and 106.
 
 What a gradient counts in a momentum falls by β with each step. With a second, slower average it falls fast at
 first and then slowly: more gradients count, and the newest still count most (AggMo, arXiv 1804.00325;
@@ -23,8 +25,8 @@ from kernels.example import Example
 from kernels.optimizer.master_weight import Master, Rule, apply_update, apply_update_at
 
 # (elements a program, warps) of the momentum; (rows a program, columns a chunk, warps) of the neurons. The
-# first is used. Neither was timed. Four numbers a thread are 16 bytes of float32; with eight, which are 16
-# bytes of bf16, Triton sends numbers through shared memory between loads and stores. A neuron has a warp.
+# first is used; others were not timed. Four numbers a thread are 16 bytes of float32. With eight, which are
+# 16 bytes of bf16, Triton sends numbers through shared memory between loads and stores. A neuron has a warp.
 CONFIGS = [(1024, 8), (1024, 4), (2048, 8), (512, 4), (512, 2)]
 NEURON_CONFIGS = [(8, 256, 8), (4, 256, 4), (16, 256, 8), (16, 256, 16), (32, 256, 8), (4, 1024, 8)]
 
@@ -223,7 +225,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         rule = Rule(number(True), lr / 9, number(0.1), True)
         return value, update.to(dtype), second, rule, 0.95, neuron_norm
 
-    real = (14, 3072, 768), (7, 3072, 768), (28, 768, 768)
+    real = (14, 3072, 768), (28, 768, 768)
     for shape in real if size == "real" else ((3, 37, 80), (2, 9, 300), (1, 1, 1)):
         numbers, text = float(torch.Size(shape).numel()), "{} × {:,} × {:,}".format(*shape)
         for more in (False, True):
