@@ -76,14 +76,15 @@ def copied(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-def both_ways(function: Callable, gradients: tuple[Tensor, ...], wanted: tuple[int, ...]) -> Callable:
+def both_ways(function: Callable, gradients: Callable[[], tuple], wanted: tuple[int, ...]) -> Callable:
     """A function that returns the results and the gradients of the inputs numbered `wanted`.
 
-    `gradients`: that of each result. The inputs `wanted` are made leaves. For `Example.wrap`.
+    `gradients` makes that of each result, the same at each call; not earlier, for all examples are made to
+    list them. The inputs `wanted` are made leaves. For `Example.wrap`.
     """
     def run(*inputs: Any) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(inputs)]
         out = tensors(function(*leaves))
-        given = [grad.to(x.dtype) for grad, x in zip(gradients, out)]
+        given = [grad.to(x.dtype) for grad, x in zip(gradients(), out)]
         return *out, *torch.autograd.grad(out, [leaves[i] for i in wanted], given)
     return run

@@ -285,10 +285,11 @@ def test_a_cpu_runs_references_whatever_is_asked(config, reference, monkeypatch)
 def test_a_step_runs_without_each_kernel(config, off, pretend_gpu):
     """All others on, in FP8: what one operation hands on, the next one takes.
 
-    Newton-Schulz hands nothing on, and is always off: in the interpreter it takes seconds.
+    Newton-Schulz and the neurons' update are always off: in the interpreter they take seconds.
     """
+    slow = "newton_schulz", "neuron_update"
     trainer = make_trainer(config, **EVERY_INGREDIENT, **SMALL, layers=two_layers(config),
-                           fp8=("head", "attention", "mlp"), reference=(off, "newton_schulz"))
+                           fp8=("head", "attention", "mlp"), reference=(off, *slow))
     before = [p.detach().clone() for p in trainer.model.parameters()]
     step = trainer.schedule.at(1)
     assert step.update_adam and trainer.step(step, trainer.loader.batches(1)).isfinite()

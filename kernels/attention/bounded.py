@@ -133,5 +133,5 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
             lambda *given, window=window: attention_reference(*given, window, given[0].shape[2] ** -0.5),
             flop=2.0 * pairs * (4 * channels[0] + 3 * channels[1]), check_inputs=few, compile=False,
             wrap=lambda function, grad=grad: lambda *given, **tuned: both_ways(
-                function, (grad[:len(given[0])],), (0, 1, 2))(*given, **tuned),
+                function, lambda: (grad[:len(given[0])],), (0, 1, 2))(*given, **tuned),
             configs=tuple(CONFIGS))

@@ -8,7 +8,7 @@ of gate and bias over its rows, and torch adds the programs' sums up: all sums h
 98,304 rows take 114 µs both ways, where compiled PyTorch takes 244.
 """
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -200,13 +200,16 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         gate, bias = (torch.randn(length, device=device) for length in (channels, 1))
         return torch.randn(n, 2 * channels, device=device).to(dtype), gate, bias
 
+    def gradients(n: int, channels: int) -> tuple[Tensor, ...]:
+        return *torch.randn(2, n, channels, device=device), torch.linspace(0.5, 1, n, device=device)
+
     def kernel(*args: Tensor, tuned: tuple = CONFIGS[0]) -> tuple[Tensor, ...]:
         return NormedHalves.apply(*args, tuned)
 
     real = ((49152, 128), (98304, 128))
     for n, channels in real if size == "real" else ((1, 16), (83, 32)):
-        grads = *torch.randn(2, n, channels, device=device), torch.linspace(0.5, 1, n, device=device)
         yield Example(
             "queries and keys of the copy head, both ways", f"{n:,} × 2 · {channels}",
             partial(inputs, n, channels), kernel, normed_halves_reference, bytes=20.0 * n * channels,
-            wrap=lambda function, grads=grads: both_ways(function, grads, (0, 1, 2)), configs=tuple(CONFIGS))
+            wrap=partial(both_ways, gradients=cache(partial(gradients, n, channels)), wanted=(0, 1, 2)),
+            configs=tuple(CONFIGS))

@@ -146,5 +146,5 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
             "sums of a pointer, both ways", f"{len(lengths)} × {max(lengths):,} × {channels}",
             partial(inputs, lengths, channels), partial(outputs, pointer_sums),
             partial(outputs, pointer_sums_reference), flop=8.0 * pairs * channels,
-            wrap=lambda function, grads=grads: both_ways(function, grads, (0, 1)), compile=False,
+            wrap=lambda function, grads=grads: both_ways(function, lambda: grads, (0, 1)), compile=False,
             configs=tuple(CONFIGS))

@@ -130,4 +130,5 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
             f"{tokens:,} × {width} × {hidden}", partial(inputs, tokens, width, hidden),
             partial(feed_forward_fp8, grads=None, fp8=None), feed_forward_reference,
             12.0 * tokens * width * hidden, 8.0 * tokens * (width + hidden), rate=2,
-            wrap=partial(both_ways, gradients=(grad,), wanted=(0, 1, 2)), slack=0.1 + rounding_slack(device))
+            wrap=partial(both_ways, gradients=lambda grad=grad: (grad,), wanted=(0, 1, 2)),
+            slack=0.1 + rounding_slack(device))
