@@ -168,7 +168,7 @@ class Config:
     # 1, 2, …, in this sequence (kernels/retrieval; proposed to the public speedrun). Worth 0.006 to 0.008.
     near_match: tuple[Few, ...] = ()
     # Where the model is scored, part of the probability is how often a token followed the last 1, 2 or 3 in
-    # the text that was trained on (kernels/retrieval). Lengths 2 and 3 are worth 0.006 to 0.009.
+    # the text that was trained on (kernels/retrieval). Lengths 2 and 3 are worth 0.006 to 0.021.
     retrieval: tuple[Few, ...] = ()
     # Part of the next token's probability points at what followed like states, found with so many channels
     # (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
@@ -341,7 +341,7 @@ class Ops(NamedTuple):
     mlp_input: Callable             # y = a (stream + update): gives c y, which passes the MLP by, and norm(y)
     feed_forward: Callable          # relu(x W_inᵀ)² W_out
     before_head: Callable           # what the head sees
-    copy_inputs: Callable           # queries and keys of the copy head
+    copy_inputs: Callable           # queries and keys of the copy head, and its score of not copying
     pointer_sums: Callable          # its scores of earlier states, summed
     head_loss: Callable             # the head, its softcap and the loss
     nesterov_momentum: Callable
@@ -353,7 +353,7 @@ class Ops(NamedTuple):
 
 
 def references(compile: Callable = lambda function: function) -> Ops:
-    """Every operation in plain PyTorch, each passed through `compile`."""
+    """Every operation in plain PyTorch, most of them passed through `compile`."""
     return Ops(
         lookup=compile(embedding.lookup_reference), ngram_index=compile(ngrams.ngram_index_reference),
         qkv=partial(attention.project_heads, compile(attention.qkv_heads_reference)),

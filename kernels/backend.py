@@ -1,7 +1,7 @@
 """Triton, or a stand-in where it is not installed, so that references can be imported everywhere."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from types import SimpleNamespace
 
 import torch
@@ -22,25 +22,22 @@ except ImportError:  # torch builds for CPUs come without Triton
 EPS = torch.finfo(torch.float32).eps
 
 
-def compiled(function: Callable, **options) -> Callable:
+def compiled(function: Callable) -> Callable:
     """`function` by torch.compile, from its first call on.
 
-    Only that call imports torch's compilers, which takes some 6 s. A run whose operations all have kernels of
-    their own never does.
+    Only that call imports torch.compile and its back end, which takes 5 to 7 s. A run whose operations all
+    have kernels never does.
     """
-    made = []
+    @cache
+    def made() -> Callable:
+        torch._dynamo.config.recompile_limit = 64       # one for each kind of layer and each batch size
+        return torch.compile(function)
 
-    @wraps(function)
-    def run(*args, **kwargs):
-        if not made:
-            torch._dynamo.config.recompile_limit = 64       # one for each kind of layer and each batch size
-            made.append(torch.compile(function, **options))
-        return made[0](*args, **kwargs)
-    return run
+    return wraps(function)(lambda *args, **kwargs: made()(*args, **kwargs))
 
 
 def multiprocessors(x: torch.Tensor) -> int:
-    """Those of x's GPU, or of this process's, for which x is counted on the meta device; 1 on a CPU."""
+    """Of x's GPU; of the current GPU, if x is counted on the meta device; 1 on a CPU."""
     device = x.device if x.device.type == "cuda" else None
     return torch.cuda.get_device_properties(device).multi_processor_count if x.is_cuda else 1
 

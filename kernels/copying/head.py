@@ -19,8 +19,8 @@ from kernels.example import Example, both_ways
 from kernels.loss import Mixture
 from kernels.sequence import Sequences
 
-# By so much the first score of not copying is above that of a key that equals its query. So one such key
-# begins with 0.7% of the probability.
+# The first score of not copying exceeds that of a key that equals its query by this. So one such key begins
+# with 0.7% of the probability.
 FIRST_MARGIN = 5.0
 # Forward (rows a tile, warps), backward also programs a multiprocessor. The first is used. With 8 rows of 128
 # channels and 4 warps a thread loads 16 bytes of each half.

@@ -26,8 +26,8 @@ from kernels.mlp.residual import Summands, add_up, before_head_reference
 from kernels.mlp.residual_gradient import check_like, summed
 from kernels.mlp.residual_norm import launch_norm
 
-# Of backward, (tokens a tile, columns a chunk, warps, programs a multiprocessor). The first is used. It holds
-# as many numbers as the kernel of `residual_gradient.py`, and has the tiles that were fastest there.
+# Of backward, (tokens a tile, columns a chunk, warps, programs a multiprocessor). The first is used. This
+# kernel holds as many numbers as that of `residual_gradient.py`, and has the tiles that were fastest there.
 CONFIGS = [(8, 256, 8, 4), (8, 256, 8, 2), (4, 256, 4, 4), (4, 256, 4, 8), (2, 256, 2, 8), (8, 256, 8, 1024),
            (4, 256, 4, 1024), (1, 1024, 4, 8)]
 

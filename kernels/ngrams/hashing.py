@@ -5,7 +5,8 @@ on their order and on where the sequence starts, and on nothing else. The factor
 odd number loses none of 64 bits.
 
 - `ngram_index`: with the factors HASH, modulo the table's rows, it is the row that a token reads.
-- `suffix_keys`: with the powers of BASE, which fill all 64 bits, it is a key that equal ends of text share.
+- `suffix_keys`: with the powers of BASE, which nearly all fill 64 bits, it is a key that equal ends of text
+  share.
 
 One launch walks back from all tokens at once. It reads a token as often as the longest end has tokens, but
 from memory only once, and writes each result once. One H200, 49,152 tokens: 4.8 µs for four rows and 2.1 for
@@ -115,8 +116,8 @@ def suffix_keys(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...],
                 tuned: tuple[int, int] = CONFIGS[0]) -> Tensor:
     """Keys (len(lengths), n) int64 of the last tokens; `tokens` and `is_start` as for `ngram_index`.
 
-    Where a sequence has fewer tokens so far, no other token of that sequence has the same key, because what
-    is missing counts as 0.
+    Where a sequence has fewer tokens so far, no other token of that sequence has the same key but by chance,
+    because what is missing counts as 0.
     """
     out = torch.empty(len(lengths), len(tokens), dtype=torch.int64, device=tokens.device)
     return hash_ends(out, tokens, is_start, lengths, powers(max(lengths)), None, None, tuned)

@@ -87,7 +87,7 @@ class NGrams(nn.Module):
             self.table.zero_()
             self.scales.fill_(0.05)
 
-    @torch.no_grad()        # as where the model is scored: torch.compile makes a program for each of the two
+    @torch.no_grad()
     def index(self, hash_rows: Callable, tokens: Tensor, is_start: Tensor) -> Tensor | None:
         """The rows that all ranks' tokens read, in rank order; None without a table. All ranks must call.
 

@@ -9,9 +9,10 @@ its weights moves. The first pass only reads the updates, so the two move 12 byt
 14 × 3,072 × 768 on one H200 a momentum with a slow average takes 159 µs and the neurons 99, where compiled
 PyTorch takes 159 and 106.
 
-What a gradient counts in a momentum falls by β with each step. With a second, slower average it falls fast at
-first and then slowly: more gradients count, and the newest still count most (AggMo, arXiv 1804.00325;
-AdEMAMix, arXiv 2409.03137; for Muon, from a part of the run on: @orange4664, modded-nanogpt #340).
+A gradient's weight in a momentum falls by the factor β with each step. With a second, slower average it
+falls fast at first and then slowly: more gradients count, and the newest still count most (AggMo, arXiv
+1804.00325; AdEMAMix, arXiv 2409.03137; for Muon, from a part of the run on: @orange4664,
+modded-nanogpt #340).
 """
 from collections.abc import Iterator
 from functools import partial
@@ -112,7 +113,7 @@ def nesterov_momentum(grad: Tensor, momentum: Tensor, slow: Tensor | None, rates
 
 @triton.jit
 def rows_of(program, rows, ROWS: tl.constexpr):
-    """The matrix of which this program takes ROWS rows, their places among all rows, and which there are."""
+    """The matrix of which this program takes ROWS rows, their places among all rows, and which exist."""
     programs = tl.cdiv(rows, ROWS)
     matrix, row = program // programs, program % programs * ROWS + tl.arange(0, ROWS)
     return matrix, matrix.to(tl.int64) * rows + row, row < rows
@@ -120,14 +121,14 @@ def rows_of(program, rows, ROWS: tl.constexpr):
 
 @triton.jit
 def at_least(x, least):
-    """A NaN stays one, which `tl.maximum` would not grant."""
+    """max(x, least), but a NaN stays a NaN."""
     return tl.where(x < least, least, x)
 
 
 @triton.jit
 def neuron_squares_kernel(update_ptr, second_ptr, sums_ptr, rows, columns, step, ROWS: tl.constexpr,
                           COLUMNS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Updates `second`, and sums over the program's rows what a matrix's norms before and after follow from.
+    """Updates `second`, and adds up over the program's rows what gives a matrix's norms before and after.
 
     The last rows come first: the matmul before wrote them last, so L2 may still hold them. It then holds the
     first rows for `neuron_update_kernel`.

@@ -44,7 +44,9 @@ class Features(NamedTuple):
 
 def number_features(features: np.ndarray, rows: int, device: torch.device, rank: int = 0,
                     ranks: int = 1) -> Features:
-    """Of `features` (tokens, n) equal ones in a column are one. Further rows of a table have none.
+    """Tokens with the same number in a column of `features` (tokens, n) share that feature.
+
+    Rows of a table beyond the tokens have none.
 
     The tokens are those of the rank's equal part of the rows, numbered from 0.
     """

@@ -2,7 +2,7 @@
 
 Triton compiles a kernel where it is first launched, so that a start with empty caches compiles one after the
 other. The count of memory (records/run/memory.py) goes through the same program first, with tensors that have
-shapes and no memory. Shapes and types are all that a compiler needs.
+shapes and no memory. A compiler needs no more than types, sizes and where tensors start.
 """
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ def compile_only(kernel, grid) -> Callable:
 
 
 class Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels, and what launches them: a small C program for each signature."""
+    """Threads that compile kernels, and what launches them: in Triton 3.6 a C program for each signature."""
 
     def submit(self, compile_: Callable) -> Future:
         return super().submit(self.with_launcher, compile_)

@@ -68,10 +68,11 @@ def fit(config, given: Collection[str], world, trainer: type):
     Where `micro_batches` was not given, each rank has at least one, if they divide the batches. Settings that
     were `given` stay as they are: UserError if they do not fit, with some that do. Prints what it needs and
     changes, and leaves what it found in `world.found`, for the log: memory, and with `config.doctor` the
-    machine's figures. On a CPU nothing has to fit.
+    machine's figures. On a CPU nothing has to fit. Meanwhile the kernels that the run will launch are
+    compiled, and another process begins to work out the canonical mask.
     """
     if config.canonical:
-        canonical.begin(config.padded_vocab)    # a process of its own, for which the first score waits
+        canonical.begin(config.padded_vocab)    # The first score waits for it.
     if config.doctor:
         from records.tools import doctor  # a program of its own, which few runs need
         world.found["doctor"] = doctor.figures(world)
@@ -87,9 +88,9 @@ def fit(config, given: Collection[str], world, trainer: type):
     with compiling() as launch:
         fitting = Fitting(wanted, world, room_of(world), sys.modules[trainer.__module__], launch)
         choice, need = fitting.first(given)
+        advice = fitting.first(())[0] if choice is None else None
     total, room = need.total(config.capture), fitting.room
     if choice is None:
-        advice, _ = fitting.first(())
         advice = f"use {' '.join(changes(config, advice))}" if advice else "none of its settings would"
         raise UserError(f"this takes {total / 1e9:.2f} GB of each GPU, where {room / 1e9:.2f} GB can be "
                         f"used; {advice}")

@@ -1,9 +1,10 @@
 """What a run holds on each GPU, counted before it starts, and the settings that fit.
 
 The program itself is counted, not a formula. Model and optimizer are made on torch's meta device, where
-tensors have shapes and no memory, and take one step of each kind and one validation there, as they will on
-the GPU, kernels left out. A dispatch mode sees every tensor come and go. That takes a second or two and needs
-no free memory. Three things are stood in for: what torch.compile fuses, FlashAttention, and the other ranks.
+tensors have shapes and no memory. There they take each step that may need the most memory, and a validation,
+as they will on the GPU. Kernels are not launched, only compiled if wanted. A dispatch mode sees every tensor
+come and go. That takes a few seconds and needs no free memory. Three things are stood in for: what
+torch.compile fuses, FlashAttention, and the other ranks.
 """
 import math
 import sys
@@ -121,18 +122,24 @@ class Counter(TorchDispatchMode):
 
 @contextmanager
 def without_compilers() -> Iterator[None]:
-    """Inside, torch does not import its compilers, which takes 3 s.
+    """Inside, torch does not import torch._dynamo, which takes 3 s.
 
-    It wants to keep them away from functions that work on the meta device. Nothing is compiled here.
+    It would do so only to exclude functions that work on the meta device from being compiled.
     """
-    name, imported = "torch._dynamo", "torch._dynamo" in sys.modules
-    stand_in = SimpleNamespace(disable=lambda function, *_, **__: function, config=SimpleNamespace())
-    sys.modules.setdefault(name, stand_in)
+    name, imported, met = "torch._dynamo", "torch._dynamo" in sys.modules, []
+
+    def disable(function: Callable, *_, **__) -> Callable:
+        met.append(function)
+        return function
+
+    sys.modules.setdefault(name, SimpleNamespace(disable=disable, config=SimpleNamespace()))
     try:
         yield
     finally:
         if not imported:
             del sys.modules[name]
+        for function in met:        # torch remembers what it was given. Later it may ask for the real one.
+            vars(function).pop("__dynamo_disable", None)
 
 
 class FlashMemory(torch.autograd.Function):
