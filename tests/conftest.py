@@ -30,7 +30,7 @@ from data.shards import write_shard  # noqa: E402
 from kernels.attention import qkv_kernels  # noqa: E402
 from kernels.embedding import smearing  # noqa: E402
 from kernels.fp8 import scales, weights  # noqa: E402
-from kernels.mlp import residual_gradient  # noqa: E402
+from kernels.mlp import head_input, residual_gradient, residual_norm  # noqa: E402
 from kernels.ngrams import shared_gradient  # noqa: E402
 
 if not torch.cuda.is_available():
@@ -40,11 +40,16 @@ LARGE_TILES = {
     qkv_kernels: {"CONFIGS": [(128, 8)], "FP8_CONFIGS": [(128, 8)] * 2},
     smearing: {"CONFIGS": [(128, 64, 8)], "BACKWARD_CONFIGS": [(128, 64, 8, 1)]},
     scales: {"CONFIGS": [(256, 8, 528)]}, weights: {"CONFIGS": [(256, 64, 4)]},
-    shared_gradient: {"CONFIGS": [(8192, 8)]}, residual_gradient: {"CONFIGS": [(32, 1024, 8, 1)]}}
+    shared_gradient: {"CONFIGS": [(8192, 8)]}, residual_gradient: {"CONFIGS": [(32, 1024, 8, 1)]},
+    head_input: {"CONFIGS": [(32, 1024, 8, 1)]}, residual_norm: {"CONFIGS": [(64, 1024, 8)]}}
 TINY = ("--width 64 --head_dim 32 --qk_dim 32 --ngram_rows 1024 --micro_batches 8 --steps 6 --extra_steps 2 "
         "--batch_tokens 1024,2048,3072 --sequence_length 64,128,128 --window_block 16 "
         "--momentum_warmup 3 --momentum_cooldown 2 "
         "--val_tokens 1024 --val_every 3 --val_chunk 512 --val_sequence_length 256").split()
+
+# Files that take longest, 25 to 110 s each. They come first.
+SLOW = ("test_run", "test_model", "test_records", "test_watchdog", "test_use", "test_data", "test_optimizer",
+        "test_readme", "test_memory", "test_checkpoint", "test_ablate", "test_bad_settings", "test_examples")
 
 
 def write_documents(folder: Path, lengths: dict[str, list[int]], seed: int = 0) -> Path:
@@ -71,6 +76,19 @@ def config(shards) -> train_gpt.Config:
     flags = ["--preset", "cpu", *TINY, "--data_path", str(shards), "--write_log", "false"]
     config = train_gpt.parse(flags)[0]
     return replace(config, seed=3, attention="plain", compile=False)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Two processes share the files out in the order of `pytest_collection_modifyitems`.
+
+    By itself xdist begins with the files of the most tests. Then a slow one of few tests may come last, while
+    the other process has nothing left.
+    """
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in SLOW)
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
