@@ -84,7 +84,7 @@ def compile_for(capability: int, beginning: str) -> dict[str, int | str]:
 
 
 def test_kernels_compile_and_fit():
-    """In a process of its own, for here Triton may be an interpreter. COMPILE_ALL=1 takes five minutes."""
+    """In a process of its own, for here Triton may be an interpreter. COMPILE_ALL=1 takes two minutes."""
     pytest.importorskip("triton")
     from kernels.mlp.relu_squared import SHARED_BYTES
     everything = os.environ.get("COMPILE_ALL") == "1"
