@@ -453,7 +453,8 @@ class GPT(nn.Module):
             config.attention, like, (config.qk_dim, config.head_dim), config.attention_scale)
         self.attention = attention.ATTENTION[self.attention_backend]
         self.ops, self.fp8 = choose_ops(config, like)
-        self.plain = choose_ops(replace(config, fp8=(), compile=False), like)[0]    # for the few scores
+        plain = choose_ops(replace(config, fp8=(), compile=False), like)[0]     # for the few scores
+        self.plain = {op: getattr(plain, op) for op in "norm_fork qkv mlp_input feed_forward".split()}
         depth, kept, self.sources = len(config.layers), 0, []   # sources: which stream each attention reads
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
@@ -549,7 +550,7 @@ class GPT(nn.Module):
         """The next-token loss, summed over the batch's tokens, in nats (0-dim); see `Config.val_fp8`."""
         model = copy(self)      # with the same weights
         if not self.config.val_fp8:
-            model.ops, model.fp8 = self.plain, ()
+            model.ops, model.fp8 = self.ops._replace(**self.plain), ()
         return model(batch, step)[1]
 
     def positions(self, batch: Batch, step: "Step") -> tuple[attention.Positions, float]:
