@@ -164,8 +164,6 @@ class Config:
     ngram_rows: Rows = 67_108_864   # each as wide as a head; 0: no table
     # N-grams ignore case, accents and leading spaces (record 92 of the public speedrun). Worth 0.005.
     ngram_classes: bool = False     # of GPT-2's tokens alone
-    # Each layer weighs each token's rows by a gate, like value rows (arXiv 2601.07372). Worth 0.006.
-    ngram_gates: bool = False
     # An n-gram row for a guess of the next token: what followed the longest earlier match of the last tokens,
     # 1, 2, …, in this sequence (kernels/retrieval; proposed to the public speedrun). Worth 0.006 to 0.008.
     near_match: tuple[Few, ...] = ()
@@ -214,7 +212,8 @@ class Config:
     muon_momentum: tuple[Beta, Beta] = (0.85, 0.95)     # at the ends of the run, and between
     momentum_warmup: Positive = 300     # steps from the first momentum to the second
     momentum_cooldown: Positive = 50    # steps back again, at the end (@ClassicLarry #136)
-    # A slower average of the gradients takes part of the momentum's place (@orange4664 #340). Up to 0.006.
+    # A slower average of the gradients takes part of the momentum's place (@orange4664 #340). A screening
+    # says that it is worth 0.006, whole runs say less (records/ideas.md). It takes 0.1% of the time.
     slow_share: Share = 0.0
     slow_beta: Beta = 0.97          # of the slower average
     slow_from: tuple[Share, Share] = (0.3, 0.4)     # parts of the steps: where its share begins and is whole
@@ -298,7 +297,7 @@ PRESETS = {
     # higher and a step takes 11% less time, which is worth 0.022 in steps.
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", layers=SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:], data_path="",
-        keep_tails=True, micro_batches=2, ngram_rows=268_435_456, ngram_classes=True, ngram_gates=True,
+        keep_tails=True, micro_batches=2, ngram_rows=268_435_456, ngram_classes=True,
         near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
         slow_share=0.4, steps=1345, shared_updates=True, softmax_tokens=16_384, canonical=True, val_fp8=False,
         score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
@@ -338,7 +337,6 @@ class Ops(NamedTuple):
     suffix_keys: Callable           # hashes ends of text of any length
     norm_fork: Callable             # sums a residual stream and norms it, for several readers
     qkv: Callable                   # queries, keys and values from the normed stream
-    output: Callable                # attention's update, from what its heads found
     share_values: Callable          # n-gram rows for the values of all layers
     mlp_input: Callable             # y = a (stream + update): gives c y, which passes the MLP by, and norm(y)
     feed_forward: Callable          # relu(x W_inᵀ)² W_out
@@ -357,17 +355,17 @@ class Ops(NamedTuple):
 def references(compile: Callable = lambda function: function) -> Ops:
     """Every operation in plain PyTorch, most of them passed through `compile`."""
     return Ops(
-        lookup=compile(embedding.lookup_reference), feature_update=compile(updates.feature_update_reference),
-        ngram_index=compile(ngrams.ngram_index_reference), adam_update=compile(updates.adam_update_reference),
+        lookup=compile(embedding.lookup_reference), ngram_index=compile(ngrams.ngram_index_reference),
         qkv=partial(attention.project_heads, compile(attention.qkv_heads_reference)),
-        output=attention.output_projection, nesterov_momentum=compile(updates.nesterov_momentum_reference),
-        norm_fork=compile(mlp.norm_fork_reference), newton_schulz=compile(updates.newton_schulz_reference),
-        suffix_keys=compile(retrieval.suffix_keys_reference), before_head=compile(mlp.before_head_reference),
-        smear=compile(embedding.smear_reference), neuron_update=compile(updates.neuron_update_reference),
-        share_values=ngrams.share_values_reference, feed_forward=compile(mlp.feed_forward_reference),
-        mlp_input=compile(mlp.mlp_input_reference), copy_inputs=compile(copying.project_reference),
-        pointer_sums=copying.pointer_sums_reference, row_adam=compile(updates.row_adam_reference),
-        head_loss=compile(loss.head_loss_reference))
+        suffix_keys=compile(retrieval.suffix_keys_reference), norm_fork=compile(mlp.norm_fork_reference),
+        smear=compile(embedding.smear_reference), share_values=ngrams.share_values_reference,
+        feed_forward=compile(mlp.feed_forward_reference), mlp_input=compile(mlp.mlp_input_reference),
+        before_head=compile(mlp.before_head_reference), copy_inputs=compile(copying.project_reference),
+        pointer_sums=copying.pointer_sums_reference, newton_schulz=compile(updates.newton_schulz_reference),
+        nesterov_momentum=compile(updates.nesterov_momentum_reference),
+        head_loss=compile(loss.head_loss_reference), feature_update=compile(updates.feature_update_reference),
+        neuron_update=compile(updates.neuron_update_reference), row_adam=compile(updates.row_adam_reference),
+        adam_update=compile(updates.adam_update_reference))
 
 
 def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ...]]:
@@ -386,14 +384,12 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
         lookup=embedding.lookup, smear=embedding.smear, ngram_index=ngrams.ngram_index,
         suffix_keys=retrieval.suffix_keys, share_values=ngrams.share_values, norm_fork=mlp.norm_fork,
         qkv=partial(attention.project_heads, attention.qkv_heads), mlp_input=mlp.mlp_input,
-        output=attention.output_projection, feed_forward=plain.feed_forward, before_head=mlp.before_head,
-        copy_inputs=copying.project, pointer_sums=copying.pointer_sums, head_loss=loss.head_loss,
-        newton_schulz=updates.newton_schulz, nesterov_momentum=updates.nesterov_momentum,
-        neuron_update=updates.neuron_update, adam_update=updates.adam_update,
-        feature_update=updates.feature_update, row_adam=updates.row_adam)
+        feed_forward=plain.feed_forward, before_head=mlp.before_head, copy_inputs=copying.project,
+        pointer_sums=copying.pointer_sums, head_loss=loss.head_loss, newton_schulz=updates.newton_schulz,
+        nesterov_momentum=updates.nesterov_momentum, neuron_update=updates.neuron_update,
+        adam_update=updates.adam_update, feature_update=updates.feature_update, row_adam=updates.row_adam)
     if "attention" in parts:
-        kernels = kernels._replace(
-            norm_fork=mlp.norm_fork_fp8, qkv=attention.qkv_fp8, output=attention.output_fp8)
+        kernels = kernels._replace(qkv=attention.qkv_fp8, norm_fork=mlp.norm_fork_fp8)
     if "mlp" in parts:
         kernels = kernels._replace(feed_forward=mlp.feed_forward_fp8, mlp_input=mlp.mlp_input_fp8)
     return kernels._replace(**{name: getattr(plain, name) for name in off}), parts
@@ -458,7 +454,7 @@ class GPT(nn.Module):
         self.attention = attention.ATTENTION[self.attention_backend]
         self.ops, self.fp8 = choose_ops(config, like)
         plain = choose_ops(replace(config, fp8=(), compile=False), like)[0]     # for the few scores
-        self.plain = {op: getattr(plain, op) for op in "norm_fork qkv output mlp_input feed_forward".split()}
+        self.plain = {op: getattr(plain, op) for op in "norm_fork qkv mlp_input feed_forward".split()}
         depth, kept, self.sources = len(config.layers), 0, []   # sources: which stream each attention reads
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
@@ -492,7 +488,6 @@ class GPT(nn.Module):
                                     self.dtype, device, classes)
         self.guesses = retrieval.Guesses(config.near_match, self.ops.suffix_keys)
         self.ngrams.read_guesses(self.guesses)
-        self.ngrams.add_gates(config.gate_channels * config.ngram_gates)
         capacity = sum(step.batch_tokens for step in Schedule(config))
         self.counts = retrieval.TextCounts(config.retrieval, capacity, device)
         self.copy_head = copying.CopyHead(
@@ -577,20 +572,19 @@ class GPT(nn.Module):
         scale_qkv, scale_out = context.attention_scalars[i].unbind()
         if i not in transit.fp8_weights:
             transit.fp8_weights[i] = self.make_fp8_weights(i, scale_qkv)
-        qkv_fp8, out_fp8, _ = transit.fp8_weights[i]
-        ngram_values, value_rows = context.ngrams.values(i, x), None
+        ngram_values, value_rows = context.ngrams.values(i), None
         if (place := self.value_index.get(i)) is not None:
             rows = self.ops.lookup(self.value_tables[place], context.by_token)
             value_rows = attention.ValueRows(rows, context.value_gates[place])
         grad = gradient_of(self.bank[i], transit.accumulate)
         (w_qkv, w_out), (grad_qkv, grad_out) = map(self.split_out, (self.bank[i], grad.buffer))
         projection = attention.Projection(
-            w_qkv, scale_qkv, grad._replace(buffer=grad_qkv), qkv_fp8)
+            w_qkv, scale_qkv, grad._replace(buffer=grad_qkv), transit.fp8_weights[i][0])
         shape = attention.HeadShape(config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
         q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, ngram_values, shape)
         window = context.step.windows[layer.long_window] * config.window_block
         y = self.attention(q, k, v, context.sequences, window, context.attention_scale)
-        return self.ops.output(y.flatten(1), w_out, scale_out, grad._replace(buffer=grad_out), out_fp8)
+        return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad._replace(buffer=grad_out))[0]
 
     def split_out(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """The rows of Q, K and V, and those of O."""
@@ -600,7 +594,7 @@ class GPT(nn.Module):
         """The update (n, width) of layer i's MLP, from the normed stream."""
         matrices = self.mlp_weights(i)
         grads = tuple(gradient_of(w, transit.accumulate) for w in matrices) if "mlp" in self.fp8 else None
-        return self.ops.feed_forward(x, *matrices, grads, transit.fp8_weights[i][2])
+        return self.ops.feed_forward(x, *matrices, grads, transit.fp8_weights[i][1])
 
     def loss(self, x: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
         """Both losses from what the head sees; with candidates, over a sample of the vocabulary."""
@@ -619,13 +613,12 @@ class GPT(nn.Module):
         return self.bank[first], self.bank[first + 1]
 
     def make_fp8_weights(self, i: int, scale_qkv: Tensor) -> tuple:
-        """Layer i's weights in FP8, of Q, K and V, of O and of the MLP; None for what does not run in FP8."""
+        """Layer i's weights in FP8, of attention and of the MLP; None for what does not run in FP8."""
         in_attention, in_mlp = "attention" in self.fp8, "mlp" in self.fp8
-        wanted = self.split_out(self.bank[i]) * in_attention + self.mlp_weights(i) * in_mlp
+        wanted = (self.split_out(self.bank[i])[0],) * in_attention + self.mlp_weights(i) * in_mlp
         made, width = iter(fp8.fp8_weights(wanted) if wanted else ()), self.config.width
         qkv = attention.qkv_weight(next(made), scale_qkv, width) if in_attention else None
-        out = next(made) if in_attention else None
-        return qkv, out, mlp.feed_forward_weights(*made, width) if in_mlp else None
+        return qkv, mlp.feed_forward_weights(*made, width) if in_mlp else None
 
 
 # ========== 4. Optimizer =============================================================================
@@ -694,7 +687,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         small("residual scalars", [model.residual_scalars],           5.0,             (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                       0.01,            (0.90, 0.99)),
         small("copy gate", [model.copy_head.gate],                    1.0,             (0.90, 0.99)),
-        small("value gates", [model.value_gates, model.ngrams.gates], 1.0,             (0.90, 0.99)),
+        small("value gates", [model.value_gates],                     1.0,             (0.90, 0.99)),
         normuon("attention", list(model.bank[:depth]), each,          [1.0] * depth,   blocks=True),
         normuon("mlp", list(model.bank[depth:]),       both,          [2.0, 4.0] * depth, blocks=False),
         adam("head", [model.head],                     ["embedding"], 1.0,             (0.50, 0.95), 150.0,
@@ -930,8 +923,15 @@ class Optimizer:
                                 for name, shard in self.shards.items() if isinstance(shard, Shard)})
 
     def state(self) -> list[Tensor]:
-        """All that a step changes, weights included."""
         return [self.finite, *self.averages.state, *(x for one in self.shards.values() for x in one.state())]
+
+    def snapshot(self) -> list[Tensor | None]:
+        """All that a step changes, weights included; None for what is all zero, as most is at first."""
+        return [x.clone() if x.any() else None for x in self.state()]
+
+    def restore(self, snapshot: list[Tensor | None]) -> None:
+        for mine, kept in zip(self.state(), snapshot, strict=True):
+            mine.zero_() if kept is None else mine.copy_(kept)
 
 
 # ========== 5. Schedule ==============================================================================
@@ -1090,7 +1090,7 @@ class Trainer:
 
     def warm_up(self) -> None:
         """Run every kind of step and of validation, then put everything back as it was."""
-        snapshot, kinds = updates.Snapshot(self.optimizer.state()), list(self.schedule.kinds().values())
+        snapshot, kinds = self.optimizer.snapshot(), list(self.schedule.kinds().values())
         # Batches come as in the run, so that the costs of first use are off the clock: 0.4 s on four GPUs.
         rehearsal = self.loader.rehearsal([step.shape for step in kinds])
         # Graphs come last, because each keeps the memory of its step, and eager steps need their own.
@@ -1100,7 +1100,7 @@ class Trainer:
         for act in (self.step, self.capture) if capture else (self.step,):
             for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
                 act(step, batches)
-        snapshot.restore()
+        self.optimizer.restore(snapshot)
         del snapshot                                # Validation takes its memory.
         self.model.counts.forget()
         batch = to_device(self.validation.batches[0], self.world.device)

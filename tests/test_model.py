@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import train_gpt
 from kernels import attention, embedding, loss, mlp, ngrams
-from kernels.attention import fp8_output, fp8_qkv
+from kernels.attention import fp8_qkv
 from kernels.attention import qkv as qkv_module
 from kernels.fp8.quantize import quantize_reference
 from kernels.fp8.weights import fp8_weights_reference
@@ -28,8 +28,7 @@ ON_CPU = DEVICE.type == "cpu"
 # Operations as a GPU runs them, by what they belong to.
 RESIDUAL = {"norm_fork": mlp.norm_fork, "mlp_input": mlp.mlp_input, "before_head": mlp.before_head}
 QKV = {"qkv": partial(attention.project_heads, attention.qkv_heads), "share_values": ngrams.share_values}
-QKV_IN_FP8 = {"qkv": attention.qkv_fp8, "share_values": ngrams.share_values}
-FP8_ATTENTION = QKV_IN_FP8 | {"output": attention.output_fp8}
+FP8_ATTENTION = {"qkv": attention.qkv_fp8, "share_values": ngrams.share_values}
 FP8_MLP = {"feed_forward": mlp.feed_forward_fp8}
 NORMED_IN_FP8 = {"norm_fork": mlp.norm_fork_fp8, "mlp_input": mlp.mlp_input_fp8}
 IN_FP8 = FP8_ATTENTION | FP8_MLP | NORMED_IN_FP8
@@ -112,8 +111,8 @@ def assert_alike(found: dict, wanted: dict, cosine: float) -> None:
 def quantize_exactly(monkeypatch) -> None:
     """On a CPU, quantise in plain PyTorch: the interpreter truncates instead of rounding to FP8."""
     if ON_CPU:
-        for module in (feed_forward, fp8_output, fp8_qkv):
-            monkeypatch.setattr(module, "quantize", quantize_reference)
+        monkeypatch.setattr(feed_forward, "quantize", quantize_reference)
+        monkeypatch.setattr(fp8_qkv, "quantize", quantize_reference)
         monkeypatch.setattr(residual_fp8, "sum_and_norm_fp8", residual_fp8.sum_and_norm_fp8_reference)
 
 
@@ -222,11 +221,10 @@ def names_of(ops: train_gpt.Ops) -> dict[str, str]:
 
 IN_PYTORCH = names_of(train_gpt.references())
 KERNELS = {name: name for name in train_gpt.Ops._fields} | {
-    "norm_fork": "norm_fork_fp8", "qkv": "qkv_fp8", "output": "output_fp8", "mlp_input": "mlp_input_fp8",
+    "norm_fork": "norm_fork_fp8", "qkv": "qkv_fp8", "mlp_input": "mlp_input_fp8",
     "feed_forward": "feed_forward_fp8", "copy_inputs": "project"}
 # What runs where a part is not in FP8. Only FP8 matmuls read a norm that is in FP8 alone.
-WITHOUT_FP8 = {"attention": {"qkv": "qkv_heads in project_heads", "output": "output_projection",
-                             "norm_fork": "norm_fork"},
+WITHOUT_FP8 = {"attention": {"qkv": "qkv_heads in project_heads", "norm_fork": "norm_fork"},
                "mlp": {"feed_forward": IN_PYTORCH["feed_forward"], "mlp_input": "mlp_input"}, "head": {}}
 # What else must run its reference where an operation does. Attention's kernels leave the gradient of the
 # n-gram rows to `share_values`, and it makes no other. Without the look-up's kernel nobody lists the rows for
@@ -422,16 +420,13 @@ def test_a_stream_may_be_summed_whenever_it_is_read(config, changes, monkeypatch
 @pytest.mark.parametrize("topology", [{}, EVERY_INGREDIENT, TOPOLOGIES["late"]],
                          ids=["recipe", "every ingredient", "late"])
 def test_a_model_without_norms_in_bf16_has_nearly_its_gradients(config, topology, monkeypatch):
-    """Of every parameter: what attention and MLPs read is in FP8 alone, instead of in FP8 as well.
-
-    O stays in bf16. In FP8 it would round the small differences of its input anew.
-    """
+    """Of every parameter: what attention and MLPs read is in FP8 alone, instead of in FP8 as well."""
     quantize_exactly(monkeypatch)
     trainer = make_trainer(config, **topology)
     model, batch, step = trainer.model, first_batch(trainer), trainer.schedule.at(0)
     awake(model)
     model.fp8 = ("attention", "mlp")
-    model.ops = train_gpt.references()._replace(**QKV_IN_FP8, **FP8_MLP)
+    model.ops = train_gpt.references()._replace(**FP8_ATTENTION, **FP8_MLP)
     wanted = results_of(model, batch, step)
     model.ops = model.ops._replace(**NORMED_IN_FP8)
     assert_alike(results_of(model, batch, step), wanted, 0.98)
@@ -456,7 +451,7 @@ def test_fp8_gives_the_model_nearly_its_gradients(trainer, changes, part, kernel
 
 def test_all_micro_batches_of_a_step_read_the_same_fp8_weights(config, monkeypatch):
     """The next step makes new ones. The first micro-batch writes gradients, and the others add."""
-    trainer, told, made = make_trainer(config), {"qkv": [], "output": [], "feed_forward": []}, []
+    trainer, told, made = make_trainer(config), {"qkv": [], "feed_forward": []}, []
     plain = train_gpt.references()
     trainer.model.fp8 = ("attention", "mlp")                # as on a GPU
     monkeypatch.setattr(train_gpt.fp8, "fp8_weights",
@@ -466,20 +461,16 @@ def test_all_micro_batches_of_a_step_read_the_same_fp8_weights(config, monkeypat
         told["qkv"].append((projection.fp8, [projection.grad]))
         return plain.qkv(x, projection._replace(grad=None), *more)
 
-    def output(y, weight, scale, grad, fp8):
-        told["output"].append((fp8, [grad]))
-        return plain.output(y, weight, scale)
-
     def mlp_of(x, w_in, w_out, grads, fp8):
         told["feed_forward"].append((fp8, grads))
         return plain.feed_forward(x, w_in, w_out)
 
-    trainer.model.ops = plain._replace(qkv=qkv, output=output, feed_forward=mlp_of)
+    trainer.model.ops = plain._replace(qkv=qkv, feed_forward=mlp_of)
     layers, micro_batches = len(config.layers), config.micro_batches
     for index in range(2):
         trainer.step(trainer.schedule.at(index), trainer.loader.batches(index))
         assert len(made) == layers * (index + 1)
-    assert all(len(weights) == 4 for weights in made)       # of Q, K and V, O, MLP-in and MLP-out
+    assert all(len(weights) == 3 for weights in made)       # of Q, K and V, MLP-in and MLP-out
     for calls in told.values():
         assert len(calls) == 2 * layers * micro_batches and all(fp8 is not None for fp8, _ in calls)
         assert len({id(fp8) for fp8, _ in calls}) == len(made)

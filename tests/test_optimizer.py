@@ -12,7 +12,6 @@ from conftest import TINY, process
 import train_gpt
 from kernels import attention, embedding, mlp, ngrams
 from kernels import optimizer as updates
-from kernels.optimizer import Snapshot
 from kernels.optimizer.shared_updates import SHARES
 from kernels.ranks.collectives import Collectives
 from kernels.ranks.timetable import UPDATE
@@ -317,9 +316,9 @@ def test_warm_up_leaves_no_trace(config):
 
 
 def test_a_warm_up_that_was_not_finite_does_not_stop_the_run(trainer):
-    snapshot = Snapshot(trainer.optimizer.state())
+    snapshot = trainer.optimizer.snapshot()
     trainer.optimizer.check_finite(torch.tensor(torch.nan))
-    snapshot.restore()
+    trainer.optimizer.restore(snapshot)
     assert trainer.optimizer.finite
 
 
@@ -375,13 +374,13 @@ def test_the_row_update_takes_the_rows_of_two_steps(config, monkeypatch):
 
         monkeypatch.setattr(train_gpt, "choose_ops", chosen)
         trainer = train_gpt.Trainer(config, train_gpt.World())
-        shard, snapshot = trainer.optimizer.shards["n-gram table"], Snapshot(trainer.optimizer.state())
+        shard, snapshot = trainer.optimizer.shards["n-gram table"], trainer.optimizer.snapshot()
         gradients = shard.table.gradients
         assert isinstance(gradients, ngrams.RowGradients) == by_row
         if warm:
             trainer.step(trainer.schedule.at(2), trainer.loader.batches(2))
             assert gradients.count
-            snapshot.restore()
+            trainer.optimizer.restore(snapshot)
         assert not by_row or not (gradients.count or gradients.place.any() or gradients.grads.any())
         for step in map(trainer.schedule.at, range(4)):
             trainer.step(step, trainer.loader.batches(step.index))
@@ -466,9 +465,8 @@ def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
 
 
 SUMMED = {"all logits": (1, 0), "sampled": (5, 64)}
-IN_FP8 = {"qkv": attention.qkv_fp8, "output": attention.output_fp8, "share_values": ngrams.share_values,
-          "norm_fork": mlp.norm_fork_fp8, "feed_forward": mlp.feed_forward_fp8,
-          "mlp_input": mlp.mlp_input_fp8}
+IN_FP8 = {"qkv": attention.qkv_fp8, "share_values": ngrams.share_values, "norm_fork": mlp.norm_fork_fp8,
+          "feed_forward": mlp.feed_forward_fp8, "mlp_input": mlp.mlp_input_fp8}
 KERNELS = {"references": {}, "lookup": {"lookup": embedding.lookup}, "FP8": IN_FP8}
 
 

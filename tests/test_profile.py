@@ -18,8 +18,8 @@ def test_families_of_kernels():
     assert family("pointer_kernel") == family("pointer_query_kernel") == "copy head"
     assert family("triton_red_fused__fused_rms_norm__to_copy_add_cat_mul_0") == "elementwise"
     assert {family(f"{name}_kernel") for name in ("residual", "residual_backward", "shared_rows", "row_norms",
-                                                  "row_scale", "mlp_scales", "smear", "gradient_scales",
-                                                  "scaled", "add_scaled")} == {"elementwise"}
+                                                  "mlp_scales", "smear", "gradient_scales", "scaled",
+                                                  "add_scaled")} == {"elementwise"}
     assert family("gradient_kernel") == "loss" and family("add_blocks_kernel") == "embedding"
     assert {family(name) for name in ("heads_kernel", "heads_backward_kernel", "value_mix_kernel",
                                       "value_mix_backward_kernel")} == {"elementwise"}

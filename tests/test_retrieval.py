@@ -187,8 +187,8 @@ def test_what_fills_a_batch_up_is_no_text():
 
 @pytest.mark.parametrize("near", [(), (2,)])
 def test_rows_of_guesses_follow_those_of_n_grams(near):
-    guesses, [[batch]] = Guesses(near, suffix_keys_reference), random_batches(1, 1, 60, 3)
     table = ngrams.NGrams((2, 3), 1009, 16, 3, Collectives(1), torch.float32, CPU)
+    guesses, [[batch]] = Guesses(near, suffix_keys_reference), random_batches(1, 1, 60, 3)
     table.read_guesses(guesses)
     table.initialise()
     is_start = starts(batch.cu_seqlens, 60)

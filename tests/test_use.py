@@ -41,8 +41,7 @@ def trained(shards, tmp_path_factory):
     patch, runs = pytest.MonkeyPatch(), tmp_path_factory.mktemp("runs")
     patch.setenv("RUNS_PATH", str(runs))
     patch.setattr(weights, "FILE_BYTES", 300_000)
-    words = ["--data_path", str(shards), "--ngram_gates", "true"]
-    config = train_gpt.parse(["--preset", "cpu", *SHORTER, *words])[0]
+    config = train_gpt.parse(["--preset", "cpu", *SHORTER, "--data_path", str(shards)])[0]
     report = train_gpt.run(config, train_gpt.World(), time.time())
     patch.undo()
     [folder] = runs.glob("2*/model")
@@ -179,8 +178,7 @@ def looking_back(shards, tmp_path_factory):
     """The folder of a tiny model with a copy head and near matches, and its run's report."""
     patch, runs = pytest.MonkeyPatch(), tmp_path_factory.mktemp("runs")
     patch.setenv("RUNS_PATH", str(runs))
-    words = ["--data_path", str(shards), "--ngrams", "2", "--near_match", "1,3", "--copy_channels", "16",
-             "--ngram_gates", "true"]
+    words = ["--data_path", str(shards), "--ngrams", "2", "--near_match", "1,3", "--copy_channels", "16"]
     config = train_gpt.parse(["--preset", "cpu", *SHORTER, *words])[0]
     report = train_gpt.run(config, train_gpt.World(), time.time())
     patch.undo()

@@ -23,7 +23,6 @@ from synthetic import write_run
 import train_gpt
 from data.shards import find_shards
 from kernels.attention.flash import ATTENTION
-from kernels.optimizer import Snapshot
 from kernels.ranks.collectives import Collectives
 from kernels.sequence import Sequences
 from records.tools.check import check_clock
@@ -280,8 +279,8 @@ def test_a_snapshot_holds_the_bits(trainer):
     shards = [shard for shard in optimizer.shards.values() if isinstance(shard, train_gpt.Shard)]
     for shard in shards:
         shard.mantissa_bits = torch.ones_like(shard.own_weights, dtype=torch.int16)
-    kept = Snapshot(optimizer.state())
+    kept = optimizer.snapshot()
     for shard in shards:
         shard.mantissa_bits.zero_()
-    kept.restore()
+    optimizer.restore(kept)
     assert all(shard.mantissa_bits.all() for shard in shards)

@@ -56,9 +56,8 @@ def settings_of(saved: Saved, with_table: bool, positions: int) -> dict:
         "max_position_embeddings": positions, "attention_scale": scale, "softcap": SOFTCAP,
         "gate_channels": config.gate_channels, "smear": config.smear, "backout": model.backout_stream,
         "copy_channels": config.copy_channels, "copy_scale": model.copy_head.scale,
-        "layers": layers, "ngrams": config.ngrams if with_table else (), "ngram_gates": config.ngram_gates,
-        "ngram_count": saved.facts["rows"], "ngram_written": saved.facts["written"] if with_table else 0,
-        "ngram_hash": HASH, "use_cache": False,
+        "layers": layers, "ngrams": config.ngrams if with_table else (), "ngram_count": saved.facts["rows"],
+        "ngram_written": saved.facts["written"] if with_table else 0, "ngram_hash": HASH, "use_cache": False,
         "bos_token_id": config.document_start, "eos_token_id": config.document_start,
         "pad_token_id": config.document_start, "tie_word_embeddings": False}
 
@@ -81,8 +80,6 @@ def weights_of(saved: Saved, with_table: bool, positions: int) -> dict[str, Tens
             mine |= {"values": model.value_tables[place], "gate": model.value_gates[place]}
         if with_table:
             mine["ngram_scale"] = model.ngrams.scales[i]
-            if config.ngram_gates:
-                mine["ngram_gate"] = model.ngrams.gates[i]
         weights |= {f"layers.{i}.{name}": x for name, x in mine.items()}
     weights = {name: x.detach().float().clone() for name, x in weights.items()}
     if with_table:

@@ -44,8 +44,6 @@ class Layer(nn.Module):
             self.gate = matrix(config.heads, config.gate_channels)
         if config.ngrams:
             self.ngram_scale = matrix(len(config.ngrams))
-            if config.ngram_gates:
-                self.ngram_gate = matrix(len(config.ngrams), config.gate_channels // 2 * 2)
 
     def attend(self, x: Tensor, tokens: Tensor, age: Tensor, position: tuple, rows: Tensor | None) -> Tensor:
         """Attention's update from the normed stream x (batch, n, width); `rows` (batch, n, k, head_dim)."""
@@ -61,13 +59,8 @@ class Layer(nn.Module):
             seen = torch.cat([x[..., :half], extra[..., :half]], -1)
             v = v + 2 * torch.sigmoid(F.linear(seen, self.gate))[..., None] * extra.view_as(v)
         if rows is not None:
-            count, scale = rows.shape[2], self.ngram_scale
-            if config.ngram_gates:
-                of_token, of_row = self.ngram_gate.chunk(2, -1)
-                half = of_row.shape[-1]
-                seen = F.linear(x[..., :half], of_token) + (rows[..., :half] * of_row).sum(-1)
-                scale = scale * (2 * torch.sigmoid(seen))
-            v = torch.cat([v[:, :, :count] + scale[..., None] * rows, v[:, :, count:]], 2)
+            count = rows.shape[2]
+            v = torch.cat([v[:, :, :count] + self.ngram_scale[:, None] * rows, v[:, :, count:]], 2)
         at = torch.arange(x.shape[1], device=x.device)
         distance = at[:, None] - at
         mask = (distance >= 0) & (distance <= age[..., None].clamp(max=self.shape["window"]))

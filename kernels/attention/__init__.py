@@ -15,13 +15,11 @@
 4. `fp8_qkv.py`: 2 and 3 as one function, with the matmul and both of its gradients in FP8.
 5. `flash.py`: softmax(scale · q kᵀ) v over a sliding window within each document, by the fastest backend that
    runs here.
-6. `fp8_output.py`: the matrix O of 2, with the matmul and both of its gradients in FP8.
 """
 from kernels.attention.flash import ATTENTION, choose_attention, why_not
-from kernels.attention.fp8_output import output_fp8, output_fp8_reference
 from kernels.attention.fp8_qkv import QKV_GRADIENT_SCALE, qkv_fp8, qkv_fp8_reference, qkv_weight
 from kernels.attention.inputs import HeadShape, Positions, Projection, QKVWeight, ValueRows
-from kernels.attention.output import output_projection, scaled_linear, scaled_linear_reference
+from kernels.attention.output import scaled_linear, scaled_linear_reference
 from kernels.attention.qkv import project_heads, qkv_heads, qkv_heads_reference
 from kernels.attention.rotary import rotary_tables, rotate
 from kernels.attention.value_gate import value_mix, value_mix_reference

@@ -35,7 +35,7 @@ from kernels.fp8.matmul import fp8_matmul
 from kernels.fp8.quantize import quantize
 from kernels.fp8.scales import qkv_scales
 from kernels.fp8.weights import FP8Weight, fp8_weights
-from kernels.ngrams.values import NGramValues, leave_gradient, share_values, share_values_reference
+from kernels.ngrams.shared_gradient import NGramValues, leave_gradient, share_values, share_values_reference
 
 # The scale of the gradient of Q, K and V, for a loss summed over tokens: beyond 2^9.8 it saturates, below
 # 2^-20 it loses precision. In 120 steps of preset "cpu", in float32, its largest element rose from 2^-7 to

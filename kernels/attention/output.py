@@ -148,13 +148,6 @@ def scaled_linear(
     return ScaledLinear.apply(x, weight, scale, count, grad)
 
 
-def output_projection(
-    y: Tensor, weight: Tensor, scale: Tensor, grad: Gradient | None = None, fp8: None = None
-) -> Tensor:
-    """y (scale · weight)ᵀ alone, in y's dtype. `fp8` is for `output_fp8`, which takes the same arguments."""
-    return scaled_linear(y, weight, scale, grad=grad)[0]
-
-
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
     """s W, and its gradient written over a buffer. The scale's gradient is left out: in it much cancels."""
     scale = torch.tensor(0.7, device=device)

@@ -30,7 +30,7 @@ from kernels.attention.rotary import rotate
 from kernels.attention.value_gate import value_mix, value_mix_backward, value_mix_reference
 from kernels.backend import EPS
 from kernels.example import Example
-from kernels.ngrams.values import NGramValues, leave_gradient, share_values, share_values_reference
+from kernels.ngrams.shared_gradient import NGramValues, leave_gradient, share_values, share_values_reference
 
 ODD_STARTS = 0, 7, 8, 20  # of sequences, in examples
 Heads = tuple[Tensor, Tensor, Tensor]  # q, k (n, heads, qk_dim) and v (n, heads, head_dim)
@@ -60,7 +60,7 @@ def qkv_heads_reference(
         v = v + value_mix_reference(seen, value.rows, value.gate)[..., None] * value.rows.view_as(v)
     if ngrams is not None:
         first, others = v.split([ngrams.rows.size(1), heads - ngrams.rows.size(1)], 1)
-        v = torch.cat([(first + ngrams.scale[..., None] * ngrams.rows).type_as(v), others], 1)
+        v = torch.cat([(first + ngrams.scale[:, None] * ngrams.rows).type_as(v), others], 1)
     return q, k, v.contiguous()
 
 

@@ -21,7 +21,7 @@ from kernels.attention.inputs import HeadShape, Positions
 from kernels.attention.rotary import angles, load_rotated
 from kernels.backend import EPS, check, tl, triton
 from kernels.fp8.formats import E5M2, pairs
-from kernels.ngrams.values import NGramValues, kernel_arguments
+from kernels.ngrams.shared_gradient import NGramValues, kernel_arguments
 
 # (tokens a program, warps), the first is used. With 8 tokens of 128 channels in 4 warps a thread has 16 bytes
 # of each row.
@@ -64,7 +64,7 @@ def heads_kernel(
 ):
     cos_ptr, sin_ptr, is_start_ptr = positions
     rows_ptr, mix_ptr = value
-    ngram_ptr, ngram_scale_ptr, ngram_scale_stride = ngrams
+    ngram_ptr, ngram_scale_ptr = ngrams
     q_ptr, k_ptr, v_ptr = outputs
     head, token, channel, value_channel = place(HEADS, TOKENS, QK_DIM, HEAD_DIM)
     live, inside = token < n, (token < n)[:, None]
@@ -93,8 +93,7 @@ def heads_kernel(
     if NGRAM_HEADS:  # the other heads read nothing and add zero
         ngram = ngram_ptr + token[:, None] * (NGRAM_HEADS * HEAD_DIM) + head * HEAD_DIM + value_channel
         ngram = tl.load(ngram, mask=inside & (head < NGRAM_HEADS), other=0.0).to(tl.float32)
-        scale = ngram_scale_ptr + token * ngram_scale_stride + head     # one of each token, or of all
-        v += tl.load(scale, mask=live & (head < NGRAM_HEADS), other=0.0)[:, None] * ngram
+        v += tl.load(ngram_scale_ptr + head, mask=head < NGRAM_HEADS, other=0.0) * ngram
     tl.store(v_ptr + value_out, v.to(v_ptr.dtype.element_ty), mask=inside)
 
 
@@ -203,10 +202,10 @@ def heads_forward(
     (tokens, warps), n, heads = tuned or CONFIGS[0], len(qkv), compiled_for["HEADS"]
     dims = shape.qk_dim, shape.qk_dim, shape.head_dim
     q, k, v = (torch.empty(n, heads, dim, dtype=qkv.dtype, device=qkv.device) for dim in dims)
-    ngram_arguments, ngram_heads = kernel_arguments(ngrams, v)
+    ngram_rows, ngram_scale, ngram_heads = kernel_arguments(ngrams, v)
     if n:
         heads_kernel[triton.cdiv(n, tokens) * heads,](
-            qkv, tuple(positions), (value_rows, mix), ngram_arguments, (q, k, v), n,
+            qkv, tuple(positions), (value_rows, mix), (ngram_rows, ngram_scale), (q, k, v), n,
             NGRAM_HEADS=ngram_heads, **compiled_for, TOKENS=tokens, num_warps=warps)
     return q, k, v
 

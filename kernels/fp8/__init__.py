@@ -20,5 +20,5 @@ from kernels.fp8.matmul import (
     fp8_matmul,
 )
 from kernels.fp8.quantize import quantize_reference
-from kernels.fp8.scales import gradient_scales, mlp_scales, output_scales, qkv_scales
+from kernels.fp8.scales import gradient_scales, mlp_scales, qkv_scales
 from kernels.fp8.weights import FP8Weight, fp8_weights, fp8_weights_reference

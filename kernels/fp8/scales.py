@@ -56,11 +56,6 @@ def qkv_scales_reference(weight_scale: Tensor, learned: Tensor, x_scale: float,
     return weight_scale * learned, *constants
 
 
-def output_scales_reference(x: Tensor, weight_scale: Tensor, learned: Tensor) -> tuple[Tensor, ...]:
-    """As `output_scales`, in plain PyTorch."""
-    return scale_of(largest_row_norm(x), E4M3), weight_scale * learned
-
-
 @triton.jit
 def largest_square(x_ptr, n, width, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr):
     """The largest sum of squares among this program's rows, as its bit pattern."""
@@ -125,13 +120,6 @@ def qkv_scales_kernel(weight_scale_ptr, learned_ptr, scales_ptr, x_scale, grad_s
     tl.store(scales_ptr + 2 * APART, grad_scale)
 
 
-@triton.jit
-def output_scales_kernel(largest_ptr, scales_ptr, weight_scale_ptr, learned_ptr, E4M3_MAX: tl.constexpr,
-                         APART: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
-    tl.store(scales_ptr, scale(largest_norm(largest_ptr, PROGRAMS, BLOCK), E4M3_MAX))
-    tl.store(scales_ptr + APART, tl.load(weight_scale_ptr) * tl.load(learned_ptr))
-
-
 def largest_squares(matrices: tuple[Tensor, ...],
                     tuned: tuple[int, int, int] | None) -> tuple[Tensor, dict[str, int]]:
     """Bit patterns of the largest squared row norm that each program saw, (matrices, programs) int32.
@@ -186,21 +174,8 @@ def qkv_scales(weight_scale: Tensor, learned: Tensor, x_scale: float,
     return scales[:, 0].unbind()
 
 
-def output_scales(
-    x: Tensor,  # (rows, width), rows contiguous: attention's result or O's gradient, or some of its rows
-    weight_scale: Tensor,  # 0-dim float32
-    learned: Tensor,  # 0-dim float32
-    tuned: tuple[int, int, int] | None = None,
-) -> tuple[Tensor, ...]:
-    """Two 0-dim float32: e4m3's scale of x; and a weight's scale times `learned`."""
-    largest, form = largest_squares((x,), tuned)
-    scales = torch.empty(2, APART, device=x.device)
-    output_scales_kernel[1,](largest, scales, weight_scale, learned, **form)
-    return scales[:, 0].unbind()
-
-
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
-    """Scales of a gradient, and of attention's output; in odd sizes also those made of a few numbers."""
+    """Scales of a gradient; in odd sizes also those that are made of a few numbers."""
     def inputs(n: int, width: int) -> tuple[Tensor, ...]:
         grad = torch.randn(n, width + 3, device=device).to(dtype)[:, :width]
         return grad, torch.tensor(0.01, device=device), torch.tensor(9.0, device=device)
@@ -215,10 +190,6 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         yield Example(
             "FP8 scales of a gradient", f"{n:,} × {width}", partial(inputs, n, width), gradient_scales,
             gradient_scales_reference, 0.0, 2.0 * n * width, configs=CONFIGS, wrap=stacked)
-        rows = min(n, 4096)  # as many as training looks at
-        yield Example(
-            "FP8 scales of attention's output", f"{rows:,} × {width}", partial(inputs, rows, width),
-            output_scales, output_scales_reference, 0.0, 2.0 * rows * width, configs=CONFIGS, wrap=stacked)
     if size == "odd":
         yield Example("FP8 scales of an MLP", "2 norms", numbers, partial(mlp_scales, width=9),
                       partial(mlp_scales_reference, width=9), wrap=stacked)

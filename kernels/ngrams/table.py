@@ -1,8 +1,7 @@
 """The model's table of n-grams: which rows a token reads, and how they get to the token's rank.
 
 Each token reads one row for its last 2 tokens, one for its last 3, and so on. Row k is added to the value of
-attention head k, times a learned scale for each layer and perhaps a gate for each token. README.md explains
-why, and what it costs.
+attention head k, times a learned scale for each layer. README.md explains why, and what it costs.
 """
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -10,11 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.fp8.formats import Quantized
 from kernels.gradients import gradient_of
 from kernels.ngrams.exchange import ColumnExchange, whole_rows
 from kernels.ngrams.row_gradients import RowGradients, no_gradients
-from kernels.ngrams.values import NGramValues
+from kernels.ngrams.shared_gradient import NGramValues
 from kernels.ranks.collectives import Collectives
 
 PART = 2 ** 20  # rows that are looked at together where all rows are
@@ -37,23 +35,21 @@ class TableState(NamedTuple):
 class InFlight:
     """The n-gram rows of one micro-batch, on their way from the ranks that hold their columns."""
 
-    def __init__(self, exchange: ColumnExchange, heads: int, scales: Tensor | None, gates: Tensor | None,
-                 share: Callable):
-        self.exchange, self.heads, self.scales, self.gates, self.share = exchange, heads, scales, gates, share
+    def __init__(self, exchange: ColumnExchange, heads: int, scales: Tensor | None, share: Callable):
+        self.exchange, self.heads, self.scales, self.share = exchange, heads, scales, share
         self.by_layer: list[NGramValues] | None = None
 
-    def values(self, layer: int, x: Tensor | Quantized) -> NGramValues | None:
+    def values(self, layer: int) -> NGramValues | None:
         """What this layer adds to its first heads' values; None without a table.
 
-        x (n, width): the normed rows that the layer reads, which gates look at. The first call waits until
-        the n-gram rows are here.
+        The first call waits until the rows are here.
         """
         if self.scales is None:
             return None
         if self.by_layer is None:
             rows = self.exchange.receive().unflatten(0, (-1, self.heads))  # (n, heads, head_dim)
-            self.by_layer = self.share(rows, self.scales, self.gates)
-        return self.by_layer[layer].gated(x)
+            self.by_layer = self.share(rows, self.scales)
+        return self.by_layer[layer]
 
 
 class NGrams(nn.Module):
@@ -70,7 +66,7 @@ class NGrams(nn.Module):
         super().__init__()
         self.classes = None if classes is None else classes.to(device)
         self.lengths, self.collectives = lengths if rows else (), collectives
-        self.table = self.scales = self.gates = None
+        self.table = self.scales = None
         if self.lengths:
             table = torch.empty(rows, head_dim // collectives.size, dtype=dtype, device=device)
             self.table = nn.Parameter(table)  # this rank's columns
@@ -83,11 +79,6 @@ class NGrams(nn.Module):
         if guesses.near:
             self.guesses, self.heads = guesses, self.heads + 1
             self.scales = nn.Parameter(self.scales.new_zeros(len(self.scales), self.heads))
-
-    def add_gates(self, channels: int) -> None:
-        """Each layer weighs each token's rows by half as many channels of the token, and of the row."""
-        if self.lengths and channels:
-            self.gates = nn.Parameter(self.scales.new_zeros(*self.scales.shape, channels // 2 * 2))
 
     @torch.no_grad()
     def initialise(self) -> None:
@@ -119,7 +110,7 @@ class NGrams(nn.Module):
         exchange = ColumnExchange(self.collectives)
         if index is not None:
             exchange.send(lookup(self.table, sort(index), self.row_gradients))
-        return InFlight(exchange, self.heads, self.scales, self.gates, share)
+        return InFlight(exchange, self.heads, self.scales, share)
 
     def optimizer_state(self, block: int, capacity: int | None) -> TableState:
         """State for an optimizer by rows; neighbouring columns share a mean square, `block` of them.

@@ -32,7 +32,6 @@ import torch
 
 import train_gpt
 from data.loader import to_device
-from kernels.optimizer import Snapshot
 from records.run.clock import Clock
 from records.run.ending import EXPECTED, exit_status, leave
 from records.run.fit import fitted
@@ -206,9 +205,9 @@ def train_screened(tries: list[str], argv: list[str], world: train_gpt.World, sa
     return table(head, rows)
 
 
-def losses(trainer: train_gpt.Trainer, start: Snapshot, count: int) -> list[float]:
+def losses(trainer: train_gpt.Trainer, start: tuple, count: int) -> list[float]:
     """The first `count` training losses from the weights and optimizer state `start`."""
-    start.restore()
+    trainer.optimizer.restore(start)
     steps = list(trainer.schedule)[:count]
     return torch.stack([trainer.step(step, trainer.loader.batches(step.index)) for step in steps]).tolist()
 
@@ -222,7 +221,7 @@ def apart(a: list[float], b: list[float]) -> str:
 def check(config: train_gpt.Config, world: train_gpt.World, count: int, deterministic: bool) -> str:
     """How far the first losses of two eager runs and two of graphs differ, all from the same weights."""
     trainer = build(change(config, deterministic=deterministic), world)
-    start, graphs, runs = Snapshot(trainer.optimizer.state()), trainer.graphs, []
+    start, graphs, runs = trainer.optimizer.snapshot(), trainer.graphs, []
     for chosen in ({}, {}, graphs, graphs):
         trainer.graphs = chosen
         runs.append(losses(trainer, start, count))

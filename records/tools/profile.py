@@ -35,7 +35,7 @@ FAMILIES = {
                  r"sort|radix",
     "optimizer": r"lerp|adam_kernel|momentum_kernel|neuron_|feature_kernel",
     "elementwise": r"triton_|elementwise|reduce|heads_(backward_)?kernel|value_mix|residual|shared_rows|"
-                   r"smear|row_norms|row_scale|_scales_|scaled_kernel",
+                   r"smear|row_norms|_scales_|scaled_kernel",
     "copies": r"^mem(cpy|set)|copy|transpose|quantize|fill",
 }
 Interval = tuple[float, float]      # begin and end, microseconds

@@ -21,8 +21,7 @@ from kernels.fp8.weights import fp8_weights_reference
 from kernels.gradients import Gradient
 from kernels.mlp.residual import norm_fork_reference
 from kernels.mlp.residual_fp8 import norm_fork_fp8
-from kernels.ngrams.shared_gradient import sum_over_layers_reference
-from kernels.ngrams.values import leave_gradient, share_values
+from kernels.ngrams.shared_gradient import leave_gradient, share_values, sum_over_layers_reference
 
 DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32  # FP8 quantises no float16 here
 ON_CPU = DEVICE.type == "cpu"

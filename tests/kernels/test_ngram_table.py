@@ -104,10 +104,10 @@ def test_each_layer_gets_the_rows_of_its_tokens_and_the_table_their_gradient(by_
     lookup, sort = embedding.lookup_reference, embedding.unsorted
     if by_kernels:
         lookup, sort = embedding.lookup, embedding.sort_beside
-    sent, rows_of_x = model.send(index, lookup, sort, ngrams.share_values_reference), random(20, 32)
+    sent = model.send(index, lookup, sort, ngrams.share_values_reference)
     assert sent.by_layer is None  # nobody has waited for the rows
-    values = [sent.values(layer, rows_of_x) for layer in range(3)]
-    assert values[0] is sent.values(0, rows_of_x) and sent.exchange.sent is None
+    values = [sent.values(layer) for layer in range(3)]
+    assert values[0] is sent.values(0) and sent.exchange.sent is None
     rows = model.table[index.long()].view(20, 2, 16)
     assert all(torch.equal(value.rows, rows) and torch.equal(value.scale, model.scales[layer])
                for layer, value in enumerate(values))
@@ -138,7 +138,7 @@ def test_without_rows_or_lengths_there_is_no_table(lengths, rows):
     model, tokens = table(lengths, rows), torch.zeros(3, dtype=torch.long, device=DEVICE)
     index = model.index(ngrams.ngram_index, tokens, tokens == 0)
     sent = model.send(index, embedding.lookup, embedding.sort_rows, ngrams.share_values)
-    assert index is None and sent.values(0, random(3, 32)) is None
+    assert index is None and sent.values(0) is None
     assert not list(model.parameters()) and model.numbers_elsewhere() == 0
 
 

@@ -13,7 +13,7 @@ from kernels.attention.qkv_kernels import CONFIGS, heads_backward, heads_forward
 from kernels.attention.value_gate import value_mix
 from kernels.example import in_double
 from kernels.gradients import Gradient
-from kernels.ngrams.values import NGramValues, share_values, share_values_reference
+from kernels.ngrams.shared_gradient import NGramValues, share_values, share_values_reference
 
 # Which backward passes must repeat the first to the bit: that of another call, and a second one of its graph.
 # The interpreter takes its time for each token and has one order anyway.
@@ -72,16 +72,16 @@ def layers_with_ngrams(functions, layers: list, shared: list, repeat: bool = Fal
     """q, k, v of layers that all add the n-gram rows of `shared`, and all gradients.
 
     `layers`: what `HeadInputs.from_qkv` made for each, with fewer gradients where nothing reads the last
-    results, and none where nothing reads the layer. `shared`: rows, scales and perhaps gates, which look at
-    the first channels of qkv. `repeat`: take the gradients from the second backward pass through the graph.
+    results, and none where nothing reads the layer. `shared`: rows and scales. `repeat`: take the gradients
+    from the second backward pass through the graph.
     """
     share, function = functions
-    rows, *others = shared = [x.detach().clone().requires_grad_() for x in shared]
+    rows, scales = shared = [x.detach().clone().requires_grad_() for x in shared]
     wanted, outs, grads = [*shared], [], []
-    for (qkv, positions, seen, value, _, shape, of_layer), ngrams in zip(layers, share(1 * rows, *others)):
+    for (qkv, positions, seen, value, _, shape, of_layer), ngrams in zip(layers, share(1 * rows, scales)):
         leaves = [x.detach().requires_grad_() for x in (qkv, seen, *(value or ())) if x is not None]
         qkv, seen, value = leaves[0], leaves[1] if value else None, ValueRows(*leaves[2:]) if value else None
-        out = function(qkv, positions, seen, value, ngrams.gated(qkv), shape)
+        out = function(qkv, positions, seen, value, ngrams, shape)
         outs, grads = [*outs, *out[:len(of_layer)]], [*grads, *(g.to(out[0]) for g in of_layer)]
         if of_layer:  # without v nothing depends on the value rows
             wanted += leaves if len(of_layer) == 3 else leaves[:1]
@@ -91,12 +91,11 @@ def layers_with_ngrams(functions, layers: list, shared: list, repeat: bool = Fal
     return [*(x.detach() for x in outs), *torch.autograd.grad(outs, wanted, grads)]
 
 
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("value, key_offset, dtype", [(False, True, DTYPES[0]), (True, False, DTYPES[-1])])
 @pytest.mark.parametrize("n, heads, dims, count", [
     (13, 2, (16, 32), 1), (1, 2, (16, 16), 2), (9, 3, (32, 16), 2), (9, 1, (64, 128), 1)])
-def test_ngram_rows_in_the_values_of_all_layers(n, heads, dims, count, key_offset, value, dtype, gated):
-    """The gradients of the rows, all scales and gates; also where v's is not contiguous or not there."""
+def test_ngram_rows_in_the_values_of_all_layers(n, heads, dims, count, key_offset, value, dtype):
+    """The gradients of the rows and of all scales at once; also where v's is not contiguous or not there."""
     size = sized(n, heads, dims, value, key_offset, dtype)
     layers = [size.from_qkv() for _ in range(4)]
     q_grad, k_grad, _ = layers[1][-1]
@@ -104,16 +103,12 @@ def test_ngram_rows_in_the_values_of_all_layers(n, heads, dims, count, key_offse
     layers[2] = *layers[2][:-1], layers[2][-1][:2]  # its values are not read
     layers[3] = *layers[3][:-1], ()  # nothing of it is read
     shared = [random(n, count, dims[1], dtype=dtype), torch.randn(4, count, device=DEVICE)]
-    shared += [torch.randn(4, count, 10, device=DEVICE)] * gated
     plainly, by_kernels = (share_values_reference, qkv_heads_reference), (share_values, qkv_heads)
     exact = layers_with_ngrams(plainly, [in_double(layer) for layer in layers], [x.double() for x in shared])
     plain, ours = (layers_with_ngrams(functions, layers, shared) for functions in (plainly, by_kernels))
     for x, theirs, right in zip(ours, plain, exact, strict=True):
-        # What the gates saw is kept in the rows' dtype.
-        rounded = torch.finfo(dtype).eps if gated else 0
-        assert_as_exact_as_pytorch(x, theirs, right, max(rounded, 1e-5 if x.shape == (4, count) else 1e-7))
-    of_layers = [x for x in ours if x.shape in ((4, count), (4, count, 10))]
-    assert len(of_layers) == 1 + gated and all(x[0].all() and not x[2:].any() for x in of_layers)
+        assert_as_exact_as_pytorch(x, theirs, right, 1e-5 if x.shape == (4, count) else 1e-7)
+    assert any(x.shape == (4, count) and x[0].all() and not x[2:].any() for x in ours)
     for repeat in REPEATS:
         assert all(map(torch.equal, ours, layers_with_ngrams(by_kernels, layers, shared, repeat)))
 
