@@ -32,7 +32,8 @@ BEFORE = EIGHT_LAYERS | dict(shared_updates=False, softmax_tokens=0, canonical=F
 
 def sampled(*candidates: int) -> dict[tuple[int, int], int]:
     """By tokens and samples of a step of preset `corpus`."""
-    return {(tokens, 8192): count for tokens, count in zip((65_536, 131_072, 196_608), candidates)}
+    stages = train_gpt.PRESETS["corpus"].stages
+    return {(stage.batch_tokens, stage.softmax_samples): count for stage, count in zip(stages, candidates)}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -146,7 +147,7 @@ def test_a_checkpoints_copy_is_counted():
 
 def test_what_lies_on_other_streams_is_counted(speedrun):
     """NorMuon holds a momentum and products of matrices. On one stream they lie in what a step has freed."""
-    speedrun_steps = [(tokens, 8192) for tokens in (131_072, 262_144, 393_216)]
+    speedrun_steps = [(stage.batch_tokens, stage.softmax_samples) for stage in train_gpt.SPEEDRUN_STAGES]
     apart, together = (memory.count(train_gpt, replace(speedrun, overlap=overlap, micro_batches=64), 1, GPU,
                                     False, dict.fromkeys(speedrun_steps, 8448), [65_536])[65_536]
                        for overlap in (True, False))
