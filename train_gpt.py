@@ -292,7 +292,7 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # 182 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
+    # 180 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
     # cut documents a second epoch would start, which costs 0.1 of loss. Without layer 2 `clean` is 0.018
     # higher and a step takes 11% less time, which is worth 0.022 in steps.
     "corpus": settings.change(
