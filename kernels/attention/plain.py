@@ -9,8 +9,11 @@ from kernels.sequence import Sequences
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float
 ) -> Tensor:
-    """Blocks of queries against the keys in their reach: memory grows with the window, not with n²."""
-    n, block = len(q), 512
+    """Blocks of queries against the keys in their reach: memory grows with the window, not with n².
+
+    On one core blocks of 128 take up to a third less time than of 512. A GPU wants few launches.
+    """
+    n, block = len(q), 512 if q.is_cuda else 128
     position = torch.arange(n, device=q.device)
     outputs = []
     for first in range(0, max(n, 1), block):

@@ -38,8 +38,20 @@ def row_adam_reference(weight: Tensor, grad: Tensor, second: Tensor, last: Tenso
 
     `second` (rows, width / block) float32 is the running mean square of each block of columns, as of the
     row's last update. `last` (rows,) float32 is the number of that update, and `steps` (0-dim float32) counts
-    all updates.
+    all updates. A CPU gathers the rows that have a gradient first, which a GPU would have to wait for.
     """
+    if not weight.is_cpu:
+        return update_rows(weight, grad, second, last, steps, rule, beta2)
+    touched = (grad != 0).any(1).nonzero()[:, 0]
+    rows = [x[touched] for x in (weight, grad, second, last)]
+    update_rows(*rows, steps, rule, beta2)
+    for whole, part in zip((weight, grad, second, last), rows):
+        whole[touched] = part
+
+
+def update_rows(weight: Tensor, grad: Tensor, second: Tensor, last: Tensor, steps: Tensor, rule: Rule,
+                beta2: float) -> None:
+    """The update of `row_adam_reference` for all rows, of which those without a gradient stay as they are."""
     steps.add_(rule.finite)
     moved = ((grad != 0).any(1) & rule.finite)[:, None]
     g = torch.where(moved, grad, 0).float()

@@ -8,6 +8,7 @@ from checks import DEVICE, random
 
 from kernels.ngrams.row_gradients import RowGradients, enlist, no_gradients
 from kernels.optimizer import Master, Rule, adam_update_reference, row_adam, row_adam_reference
+from kernels.optimizer.sparse_adam import update_rows
 
 
 class State(NamedTuple):
@@ -55,6 +56,19 @@ def assert_taken(gradients: torch.Tensor | RowGradients) -> None:
     is_dense = isinstance(gradients, torch.Tensor)
     for x in [gradients] if is_dense else [gradients.grads[1:], gradients.count, gradients.place]:
         assert not x.any()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("finite", [True, False])
+def test_rows_that_are_gathered_get_the_bits_that_all_rows_get(share, finite):
+    gathered = new_state(50, 24, torch.bfloat16, 8)
+    whole = gathered.copy()
+    for step in range(3):
+        grad = random(50, 24, dtype=torch.bfloat16) * (torch.rand(50, 1, device=DEVICE) < share)
+        for state, update in ((gathered, row_adam_reference), (whole, update_rows)):
+            state.gradient.copy_(grad)
+            update(*state, new_rule(finite=finite or step == 0), 0.9)
+        assert all(map(torch.equal, gathered, whole)) and not gathered.gradient.any()
 
 
 @pytest.mark.parametrize("update", [row_adam_reference, row_adam])
