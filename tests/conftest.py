@@ -32,6 +32,7 @@ from kernels.embedding import smearing  # noqa: E402
 from kernels.fp8 import scales, weights  # noqa: E402
 from kernels.mlp import head_input, residual_gradient, residual_norm  # noqa: E402
 from kernels.ngrams import shared_gradient  # noqa: E402
+from kernels.optimizer import adam, normuon  # noqa: E402
 
 if not torch.cuda.is_available():
     interpreter.hasten()
@@ -41,7 +42,9 @@ LARGE_TILES = {
     smearing: {"CONFIGS": [(128, 64, 8)], "BACKWARD_CONFIGS": [(128, 64, 8, 1)]},
     scales: {"CONFIGS": [(256, 8, 528)]}, weights: {"CONFIGS": [(256, 64, 4)]},
     shared_gradient: {"CONFIGS": [(8192, 8)]}, residual_gradient: {"CONFIGS": [(32, 1024, 8, 1)]},
-    head_input: {"CONFIGS": [(32, 1024, 8, 1)]}, residual_norm: {"CONFIGS": [(64, 1024, 8)]}}
+    head_input: {"CONFIGS": [(32, 1024, 8, 1)]}, residual_norm: {"CONFIGS": [(64, 1024, 8)]},
+    adam: {"CONFIGS": [(65_536, 8)]},
+    normuon: {"CONFIGS": [(65_536, 8)], "NEURON_CONFIGS": [(64, 1024, 8)]}}
 TINY = ("--width 64 --head_dim 32 --qk_dim 32 --ngram_rows 1024 --micro_batches 8 --steps 6 --extra_steps 2 "
         "--batch_tokens 1024,2048,3072 --sequence_length 64,128,128 --window_block 16 "
         "--momentum_warmup 3 --momentum_cooldown 2 "

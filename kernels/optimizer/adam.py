@@ -107,9 +107,9 @@ def adam_kernel(weight_ptr, bits_ptr, grad_ptr, first_ptr, second_ptr, steps_ptr
 
 def adam_update(weight: Master, grad: Tensor, first: Tensor, second: Tensor, steps: Tensor, rule: Rule,
                 betas: tuple[float, float], shared: Shared | None = None,
-                tuned: tuple[int, int] = CONFIGS[0]) -> None:
+                tuned: tuple[int, int] | None = None) -> None:
     """`adam_update_reference` as a Triton kernel. `betas` are above 0."""
-    (stored, bits), (block, warps) = weight, tuned
+    (stored, bits), (block, warps) = weight, tuned or CONFIGS[0]
     n = stored.numel()
     check(0 < min(betas) and max(betas) < 1, "first", first, f"decayed by betas between 0 and 1, not {betas}")
     for name, x in (("weight", stored), ("bits", bits), ("grad", grad), ("first", first), ("second", second)):

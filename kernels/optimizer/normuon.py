@@ -94,9 +94,9 @@ def momentum_kernel(grad_ptr, momentum_ptr, slow_ptr, out_ptr, beta_ptr, slow_sh
 
 
 def nesterov_momentum(grad: Tensor, momentum: Tensor, slow: Tensor | None, rates: Rates, finite: Tensor,
-                      tuned: tuple[int, int] = CONFIGS[0]) -> Tensor:
+                      tuned: tuple[int, int] | None = None) -> Tensor:
     """`nesterov_momentum_reference` as a Triton kernel."""
-    n, (block, warps) = grad.numel(), tuned
+    n, (block, warps) = grad.numel(), tuned or CONFIGS[0]
     check(grad.is_contiguous(), "grad", grad, "contiguous")
     for name, x in (("momentum", momentum), ("slow", slow)):
         fits = x is None or x.shape == grad.shape and x.dtype == torch.float32 and x.is_contiguous()
@@ -172,10 +172,10 @@ def neuron_update_kernel(weight_ptr, bits_ptr, update_ptr, second_ptr, sums_ptr,
 
 
 def neuron_update(weight: Master, update: Tensor, second: Tensor, rule: Rule, beta2: float, neuron_norm: bool,
-                  tuned: tuple[int, int, int] = NEURON_CONFIGS[0]) -> None:
+                  tuned: tuple[int, int, int] | None = None) -> None:
     """`neuron_update_reference` as two Triton kernels, or as one without `neuron_norm`."""
     update = update.contiguous()        # The reference of Newton–Schulz returns tall matrices transposed.
-    (stored, bits), (tile, chunk, warps) = weight, tuned
+    (stored, bits), (tile, chunk, warps) = weight, tuned or NEURON_CONFIGS[0]
     check(update.ndim == 3 and update.shape[2] <= 8192, "update", update, "(n, rows, columns <= 8192)")
     for name, x in (("weight", stored), ("bits", bits)):
         check(x is None or x.shape == update.shape and x.is_contiguous(), name, x, "contiguous, like update")
