@@ -148,6 +148,7 @@ class Config:
     # scalars: on Q, K, V and O, multiplied into the weights (@roeeshenberg #166), and on the stream.
     layers: tuple[Layer, ...] = SPEEDRUN_LAYERS
     width: Size = 768               # channels of the residual stream
+    heads: Size = 6                 # of each layer's attention
     head_dim: Size = 128            # channels of a head's value
     # Queries and keys need fewer channels than values (@Glitchfix #344: 96 of 128). B: 3.1 s, with the scale.
     qk_dim: Size = 64
@@ -273,10 +274,6 @@ class Config:
     save: str = ""                  # folder for the trained model (`use/`); "log": `model` beside the log
 
     @property
-    def heads(self) -> int:
-        return self.width // self.head_dim
-
-    @property
     def padded_vocab(self) -> int:
         """FP8 matmuls want multiples of 16, the matrix units like 64."""
         return round_up(self.vocab_size, 64)
@@ -293,24 +290,24 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
 PRESETS = {
     "speedrun": SPEEDRUN,
     # 180 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
-    # cut documents a second epoch would start, which costs 0.1 of loss. Without layer 2 `clean` is 0.018
-    # higher and a step takes 11% less time, which is worth 0.022 in steps.
+    # cut documents a second epoch would start, which costs 0.1 of loss. 1% of the time is worth 0.002 in
+    # steps. So it leaves out layer 2, which takes 11% for 0.018 on `clean`, and a head, 6% for 0.002 to 0.01.
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", layers=SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:], data_path="",
-        keep_tails=True, micro_batches=2, ngram_rows=268_435_456, ngram_classes=True, near_match=(1, 2, 4, 8),
-        copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25, slow_share=0.4, steps=1365,
-        extra_steps=8, shared_updates=True, softmax_tokens=16_384, canonical=True, val_fp8=False,
-        score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
+        keep_tails=True, micro_batches=2, heads=5, ngram_rows=268_435_456, ngram_classes=True,
+        near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
+        slow_share=0.4, steps=1410, extra_steps=8, shared_updates=True, softmax_tokens=16_384, canonical=True,
+        val_fp8=False, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,
         extra_steps=30, **HALF_BATCHES),
     "cpu": settings.change(
         Config(preset="cpu", target=2.0, data_path=str(embedded.FOLDER), vocab_size=embedded.VOCAB_SIZE,
-               micro_batches=2, layers=CPU_LAYERS, width=128, head_dim=64, attention_scale=0.1,
+               micro_batches=2, layers=CPU_LAYERS, width=128, heads=2, head_dim=64, attention_scale=0.1,
                ngrams=(2, 4), ngram_rows=65_536, ngram_block=1, steps=120, extra_steps=10, window_block=32,
-               momentum_warmup=70, momentum_cooldown=15, polar_steps=5, aol=False,
-               val_tokens=65_536, val_every=50, val_chunk=4096, val_sequence_length=1024, save="log"),
+               momentum_warmup=70, momentum_cooldown=15, polar_steps=5, aol=False, val_tokens=65_536,
+               val_every=50, val_chunk=4096, val_sequence_length=1024, save="log"),
         batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), softmax_samples=(0,)),
 }
 
@@ -438,9 +435,9 @@ class Context(NamedTuple):
 class GPT(nn.Module):
     """The model: a decoder of `Config.layers`, with value embeddings, n-gram rows and FP8 matmuls.
 
-    `bank` holds all hidden matrices: first, for each layer, Q, K, V and O stacked, (2 heads qk_dim + 2 width,
-    width); then, layer by layer, MLP-in and MLP-out, (4 width, width). A row is an output neuron of Q, K, V
-    or O, or a hidden unit. `collectives` tell how many ranks share the columns of the n-gram table. With
+    `bank` holds all hidden matrices, layer by layer: Q, K and V stacked, (heads (2 qk_dim + head_dim),
+    width); O, (width, heads head_dim); MLP-in and MLP-out, (4 width, width). A row is an output neuron of Q,
+    K, V or O, or a hidden unit. `collectives` tell how many ranks share the columns of the n-gram table. With
     `like`, the operations are those of that device: so a GPU's memory can be counted on the meta device.
     """
 
@@ -472,17 +469,19 @@ class GPT(nn.Module):
         valued = [i for i in range(depth) if config.layers[i].value_embedding and config.value_embeddings]
         self.value_index = {layer: i for i, layer in enumerate(valued)}     # which table and gate a layer has
 
-        def table(rows: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(rows, config.width, device=device, dtype=self.dtype))
+        def table(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, device=device, dtype=self.dtype))
 
         def scalars(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(*shape, device=device))         # float32: few, with small updates
 
-        rows = [2 * config.heads * config.qk_dim + 2 * config.width] * depth + [4 * config.width] * 2 * depth
-        self.bank = nn.ParameterList(table(n) for n in rows)
+        width, values = config.width, config.heads * config.head_dim
+        in_attention, in_mlp = (2 * config.heads * config.qk_dim + values, width), (4 * width, width)
+        shapes = [in_attention, (width, values), in_mlp, in_mlp] * depth
+        self.bank = nn.ParameterList(table(*shape) for shape in shapes)
         # It is the embedding, too (arXiv 1608.05859; @varunneal #175): worth 0.033 in a quarter of a run.
-        self.head = table(config.padded_vocab)
-        self.value_tables = nn.ParameterList(table(config.padded_vocab) for _ in valued)
+        self.head = table(config.padded_vocab, width)
+        self.value_tables = nn.ParameterList(table(config.padded_vocab, values) for _ in valued)
         classes = torch.from_numpy(gpt2_classes()) if config.ngram_classes else None
         self.ngrams = ngrams.NGrams(config.ngrams, config.ngram_rows, config.head_dim, depth, collectives,
                                     self.dtype, device, classes)
@@ -505,9 +504,9 @@ class GPT(nn.Module):
         """Initial values from the seed alone, drawn on the device; the same on every rank."""
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         bound = 3 ** 0.5 * 0.5 * self.config.width ** -0.5      # a standard deviation of 0.5 / √width
-        depth = len(self.config.layers)
-        for matrix in [*self.bank[:depth], *self.bank[depth::2]]:           # MLP-out stays zero.
-            matrix.uniform_(-bound, bound, generator=generator)
+        for i, matrix in enumerate(self.bank):
+            if i % 4 < 3:           # MLP-out stays zero.
+                matrix.uniform_(-bound, bound, generator=generator)
         self.head.normal_(std=0.005, generator=generator)
         for value_table in self.value_tables:
             value_table.normal_(std=0.01, generator=generator)
@@ -576,23 +575,18 @@ class GPT(nn.Module):
         if (place := self.value_index.get(i)) is not None:
             rows = self.ops.lookup(self.value_tables[place], context.by_token)
             value_rows = attention.ValueRows(rows, context.value_gates[place])
-        grad = gradient_of(self.bank[i], transit.accumulate)
-        (w_qkv, w_out), (grad_qkv, grad_out) = map(self.split_out, (self.bank[i], grad.buffer))
-        projection = attention.Projection(
-            w_qkv, scale_qkv, grad._replace(buffer=grad_qkv), transit.fp8_weights[i][0])
+        w_qkv, w_out, *_ = self.weights(i)
+        grad_qkv, grad_out = (gradient_of(weight, transit.accumulate) for weight in (w_qkv, w_out))
+        projection = attention.Projection(w_qkv, scale_qkv, grad_qkv, transit.fp8_weights[i][0])
         shape = attention.HeadShape(config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
         q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, ngram_values, shape)
         window = context.step.windows[layer.long_window] * config.window_block
         y = self.attention(q, k, v, context.sequences, window, context.attention_scale)
-        return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad._replace(buffer=grad_out))[0]
-
-    def split_out(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of Q, K and V, and those of O."""
-        return matrix.tensor_split([-self.config.width])
+        return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad_out)[0]
 
     def feed_forward(self, i: int, x: Tensor | fp8.Quantized, transit: Transit) -> Tensor:
         """The update (n, width) of layer i's MLP, from the normed stream."""
-        matrices = self.mlp_weights(i)
+        matrices = self.weights(i)[2:]
         grads = tuple(gradient_of(w, transit.accumulate) for w in matrices) if "mlp" in self.fp8 else None
         return self.ops.feed_forward(x, *matrices, grads, transit.fp8_weights[i][1])
 
@@ -608,14 +602,14 @@ class GPT(nn.Module):
         return loss.sampled_head_loss(
             ops.head_loss, ops.lookup, x, self.head, wanted, *batch.sample, in_fp8)
 
-    def mlp_weights(self, i: int) -> tuple[Tensor, Tensor]:
-        first = len(self.config.layers) + 2 * i
-        return self.bank[first], self.bank[first + 1]
+    def weights(self, i: int) -> tuple[nn.Parameter, ...]:
+        """Layer i's matrices: Q, K and V stacked, O, MLP-in and MLP-out."""
+        return tuple(self.bank[4 * i:4 * i + 4])
 
     def make_fp8_weights(self, i: int, scale_qkv: Tensor) -> tuple:
         """Layer i's weights in FP8, of attention and of the MLP; None for what does not run in FP8."""
         in_attention, in_mlp = "attention" in self.fp8, "mlp" in self.fp8
-        wanted = (self.split_out(self.bank[i])[0],) * in_attention + self.mlp_weights(i) * in_mlp
+        wanted = self.weights(i)[:1] * in_attention + self.weights(i)[2:] * in_mlp
         made, width = iter(fp8.fp8_weights(wanted) if wanted else ()), self.config.width
         qkv = attention.qkv_weight(next(made), scale_qkv, width) if in_attention else None
         return qkv, mlp.feed_forward_weights(*made, width) if in_mlp else None
@@ -634,7 +628,7 @@ class Group:
     decay: float                    # times lr and `Step.lr` squared: how much of a weight an update removes
     algorithm: type                 # Adam, NorMuon or RowAdam
     matrix_lr: list[float] = field(default_factory=list)    # NorMuon: multiplies the rate of each matrix
-    square_blocks: bool = False     # NorMuon: a matrix is cut into square blocks, each orthogonalised alone
+    height: int = 0                 # NorMuon: rows of the blocks that it orthogonalises alone; 0: all rows
     memory: float = 0.0             # time constant of the weights' average, in steps; 0: they have none
     replicated: bool = False        # too small to share out: every rank makes the whole update
     shared: bool = False            # Adam: tokens of like spelling share updates.
@@ -661,10 +655,11 @@ class Group:
 
 def parameter_groups(model: GPT, config: Config) -> list[Group]:
     """Which parameters get which algorithm, rate and decay: the one table of the optimizer."""
-    depth = len(config.layers)
+    depth, height = len(config.layers), config.heads * config.head_dim
     each = [f"layer {i}" for i in range(depth)]
     both = [stop for stop in each for _ in ("MLP-in", "MLP-out")]
     valued = [each[i] for i in model.value_index]
+    in_mlps = [matrix for i in range(depth) for matrix in model.weights(i)[2:]]
 
     def adam(name: str, params: list, stops: list[str], lr: float, betas: tuple, decay: float = 0.0,
              algorithm: type = Adam, **more) -> Group:
@@ -675,9 +670,9 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         params = [p for p in params if p is not None and p.numel()]
         return adam(name, params, ["embedding"] * len(params), lr, betas, replicated=True)
 
-    def normuon(name: str, params: list, stops: list[str], matrix_lr: list[float], blocks: bool) -> Group:
+    def normuon(name: str, params: list, stops: list[str], matrix_lr: list[float], height: int = 0) -> Group:
         lr, decay = config.muon_lr, config.muon_lr * config.muon_decay
-        return Group(name, params, stops, lr, (0.0, config.muon_beta2), decay, NorMuon, matrix_lr, blocks,
+        return Group(name, params, stops, lr, (0.0, config.muon_beta2), decay, NorMuon, matrix_lr, height,
                      memory=50.0)
 
     scalars = [model.attention_scalars, model.ngrams.scales, model.scalars, model.copy_head.bias]
@@ -688,8 +683,9 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         small("smear gate", [model.smear_gate],                       0.01,            (0.90, 0.99)),
         small("copy gate", [model.copy_head.gate],                    1.0,             (0.90, 0.99)),
         small("value gates", [model.value_gates],                     1.0,             (0.90, 0.99)),
-        normuon("attention", list(model.bank[:depth]), each,          [1.0] * depth,   blocks=True),
-        normuon("mlp", list(model.bank[depth:]),       both,          [2.0, 4.0] * depth, blocks=False),
+        normuon("QKV", list(model.bank[::4]),          each,          [1.0] * depth,   height),
+        normuon("O", list(model.bank[1::4]),           each,          [1.0] * depth),
+        normuon("mlp", in_mlps,                        both,          [2.0, 4.0] * depth),
         adam("head", [model.head],                     ["embedding"], 1.0,             (0.50, 0.95), 150.0,
              memory=200.0, shared=config.shared_updates),
         adam("copy head", [model.copy_head.weight],    ["head"],      0.03,            (0.90, 0.95)),
@@ -766,7 +762,7 @@ class NorMuon(Shard):
     def __init__(self, group: Group, config: Config, world: World, grads: Tensor | None = None):
         super().__init__(group, config, world, grads)
         ranks, (rows, columns) = world.size, group.params[0].shape
-        height = columns if group.square_blocks else rows
+        height = group.height or rows
         self.shape = torch.Size([-1, height, columns])      # of the matrices that are orthogonalised
         padding = [1.0] * (len(self.all_weights) - len(group.matrix_lr))
         rates = torch.tensor(group.matrix_lr + padding, device=self.all_weights.device)

@@ -67,7 +67,7 @@ def test_settings_to_try():
     assert tried("fp8=(head,mlp)").fp8 == ("head", "mlp") and tried("fp8=none").fp8 == ()
     for given in (["--fp8", "head,attention"], ["--fp8=head,attention"]):       # It takes its place.
         assert ablate.vary("fp8=mlp", ["--preset", "cpu", *given, "--steps", "9"], False).fp8 == ("mlp",)
-    for wrong, train in (("smaer=false", True), ("heads=3", True), ("seed=1", True),
+    for wrong, train in (("smaer=false", True), ("value_width=3", True), ("seed=1", True),
                          ("batch_tokens=(1024,)", False)):
         with pytest.raises(UserError, match=f"no setting '{wrong.split('=')[0]}' to change here"):
             tried(wrong, train)

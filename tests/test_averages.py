@@ -54,7 +54,7 @@ def test_a_run_ends_with_the_mixture(config):
     (plain, weights), (averaged, mixed) = ends
     assert plain == averaged
     changed = {name for name, weight in weights.items() if not torch.equal(weight, mixed[name])}
-    assert changed == {"attention", "mlp", "head"}
+    assert changed == {"QKV", "O", "mlp", "head"}
 
 
 def test_the_warm_up_leaves_no_average(config):

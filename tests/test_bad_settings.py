@@ -52,7 +52,6 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
     (["--adam_every", "0"], ["--adam_every 0: expected a whole number from 1 to 64"]),
     (["--polar_steps", "0"], ["--polar_steps 0"]),
     (["--width", "0"], ["--width 0: expected a whole number from 1 to 65,536"]),
-    (["--head_dim", "48"], ["--width 64 --head_dim 48: use a head_dim that divides"]),
     (["--qk_dim", "24"], ["--qk_dim 24", "use a multiple of 16"]),
     (["--rotary_share", "3"], ["--rotary_share 3: expected a number from 0 to 1"]),
     (["--rotary_base", "0"], ["--rotary_base 0"]),

@@ -135,7 +135,7 @@ def test_a_checkpoints_copy_is_counted():
     words = ("--preset corpus --data_path x --ngram_rows 4194304 --micro_batches 16 --steps 57 "
              "--extra_steps 3 --ngram_classes false --near_match none --copy_channels 0 --average_steps 0 "
              "--shared_updates false --softmax_tokens 0 --canonical false --val_fp8 true "
-             "--slow_share 0")
+             "--slow_share 0 --heads 6")
     config = replace(train_gpt.parse(words.split())[0], layers=train_gpt.SPEEDRUN_LAYERS)
     candidates = sampled(10_240, 11_520, 12_544)
     configs = [replace(config, checkpoint=folder, checkpoint_every=20) for folder in ("", "x")]

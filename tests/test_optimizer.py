@@ -128,12 +128,12 @@ def test_adam_keeps_its_state_from_what_is_not_finite():
     assert first.isfinite().all() and second.isfinite().all()
 
 
-@pytest.mark.parametrize("squares, length, rates", [(True, 32, [1.0, 1.0]), (True, 24, [1.0, 3.0]),
-                                                    (False, 32, [2.0, 4.0])])
+@pytest.mark.parametrize("height, length, rates", [(8, 32, [1.0, 1.0]), (8, 24, [1.0, 3.0]),
+                                                   (6, 24, [1.0, 3.0]), (0, 32, [2.0, 4.0])])
 @pytest.mark.parametrize("cautious, neuron_norm, slow_share",
                          [(True, True, 0.0), (False, True, 0.3), (True, False, 0.3)])
-def test_normuon_against_its_textbook(config, cautious, neuron_norm, slow_share, squares, length, rates):
-    """Groups of stacks of square matrices and one of tall ones, each matrix with its own rate."""
+def test_normuon_against_its_textbook(config, cautious, neuron_norm, slow_share, height, length, rates):
+    """Groups of stacks of square and of wide matrices and one of tall ones, each matrix with its own rate."""
     torch.manual_seed(0)
     config = replace(config, cautious=cautious, neuron_norm=neuron_norm, slow_share=slow_share,
                      slow_beta=0.75)
@@ -141,10 +141,10 @@ def test_normuon_against_its_textbook(config, cautious, neuron_norm, slow_share,
     before = [p.detach().clone() for p in params]
     grads = [[torch.randn_like(p) for p in params] for _ in range(3)]
     group = train_gpt.Group("bank", params, ["layer 0", "layer 1"], 0.1, (0.0, 0.9), 0.1 * 3.0,
-                            train_gpt.NorMuon, matrix_lr=rates, square_blocks=squares)
+                            train_gpt.NorMuon, matrix_lr=rates, height=height)
     for i, p in enumerate(run_shard(group, config, grads, slow_share=slow_share)):
-        for rows in (range(0, length, 8) if squares else [0]):
-            one = slice(rows, rows + 8) if squares else slice(0, length)
+        for row in range(0, length, height or length):
+            one = slice(row, row + (height or length))
             mine = [step[i][one] for step in grads]
             expected = plain_normuon(before[i][one], mine, 0.7 * 0.1 * rates[i], (0.9, 0.9), 0.7 * 0.1 * 3.0,
                                      cautious, neuron_norm, (slow_share, 0.75))
@@ -179,7 +179,7 @@ def test_shards_cover_every_matrix_once(config, ranks, matrices):
         params = [torch.nn.Parameter(p.clone()) for p in start]
         group = train_gpt.Group("bank", params, stops, 0.1, (0.0, 0.9), 0.1, train_gpt.NorMuon,
                                 matrix_lr=[1.0 + i for i in range(matrices)],
-                                square_blocks=matrices % 2 == 0)
+                                height=4 * (matrices % 2 == 0))
         shard = train_gpt.NorMuon(group, config, world)
         for p, g in zip(params, grads):
             p.grad.copy_(g)

@@ -80,7 +80,7 @@ def test_a_run_writes_its_log(first):
     assert summary["step_ms"]["p50"] <= summary["step_ms"]["p95"] <= summary["step_ms"]["max"]
     assert sum(event["ms"] for event in steps) / 1e3 == pytest.approx(summary["time_s"], rel=0.05)
     weights = load_file(folder / "model/model.safetensors")
-    assert weights["bank.0"].shape == (256, 64) and weights["ngrams.rows.0"].shape[1] == 32
+    assert weights["bank.0"].shape == (192, 64) and weights["ngrams.rows.0"].shape[1] == 32
     assert weights["head"].shape == (320, 64)
 
 

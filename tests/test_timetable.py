@@ -177,7 +177,7 @@ def test_the_command_line_prints_the_timetable_of_every_kind_of_step():
 
 def test_explain_prints_the_rates_of_every_group():
     lines = succeeded(command("--preset", "cpu", "--explain")).stdout.splitlines()
-    assert lines[0].split()[:2] == ["group", "algorithm"] and len(lines) == 10
+    assert lines[0].split()[:2] == ["group", "algorithm"] and len(lines) == 11
     [row] = [line for line in lines if line.startswith("value tables")]
     assert "1.2" in row and "0.75, 0.99" in row             # 150 times 0.008
 

@@ -72,9 +72,9 @@ def weights_of(saved: Saved, with_table: bool, positions: int) -> dict[str, Tens
         weights["smear_gate"] = model.smear_gate
     weights |= {f"copy_head.{name}": x for name, x in model.copy_head.named_parameters()}
     for i in range(len(config.layers)):
-        scaled = zip(("qkv", "out"), model.split_out(model.bank[i]), model.attention_scalars[i])
+        scaled = zip(("qkv", "out"), model.weights(i), model.attention_scalars[i])
         mine = {name: (matrix * scale[None]).type_as(matrix) for name, matrix, scale in scaled}
-        mine["mlp_in"], mine["mlp_out"] = model.mlp_weights(i)
+        mine["mlp_in"], mine["mlp_out"] = model.weights(i)[2:]
         mine["scales"] = model.residual_scalars[i]
         if (place := model.value_index.get(i)) is not None:
             mine |= {"values": model.value_tables[place], "gate": model.value_gates[place]}

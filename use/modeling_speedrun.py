@@ -37,10 +37,10 @@ class Layer(nn.Module):
         def matrix(*size: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*size))
         self.qkv = matrix(config.heads * (2 * config.qk_dim + config.head_dim), width)
-        self.out, self.scales = matrix(width, width), matrix(2)
+        self.out, self.scales = matrix(width, config.heads * config.head_dim), matrix(2)
         self.mlp_in, self.mlp_out = matrix(4 * width, width), matrix(4 * width, width)
         if shape["values"]:
-            self.values = matrix(config.padded_vocab, width)
+            self.values = matrix(config.padded_vocab, config.heads * config.head_dim)
             self.gate = matrix(config.heads, config.gate_channels)
         if config.ngrams:
             self.ngram_scale = matrix(len(config.ngrams))

@@ -3,8 +3,8 @@
     python -m kernels.lab.record_momentum --out momentum.pt --at 1,10,100,500 --preset corpus --steps 500 \\
         --micro_batches 1 --batch_tokens 32768,32768,32768
 
-This trains on one device with train_gpt.py's settings until the last of these steps, and keeps eight matrices
-spread over the depth: four of the square ones (Q, K, V and O of different layers) and four of the MLPs'. The
+This trains on one device with train_gpt.py's settings until the last of these steps, and keeps twelve
+matrices spread over the depth: four of Q, K and V of different layers, four of O and four of the MLPs'. The
 file holds {"matrices": {name: {step: tensor}}, "losses": [one a step]}.
 kernels.lab.polar_error reads it.
 """
@@ -30,13 +30,17 @@ def chosen(count: int, kinds: list[str]) -> dict[int, str]:
     return {layer * len(kinds) + kind: f"{kinds[kind]} {layer}" for layer, kind in places}
 
 
-def recording(orthogonalise: Callable, matrices: Matrices, step: int, layers: int) -> Callable:
+def recording(
+    orthogonalise: Callable, matrices: Matrices, step: int, config: train_gpt.Config
+) -> Callable:
     """`orthogonalise`, which also keeps copies of the chosen matrices under the number of the step."""
     def record(x: Tensor, *arguments) -> Tensor:
-        square = x.shape[-2] == x.shape[-1]
-        squares = len(x) // layers  # V, O, and two of Q and K, unless those are narrower or wider than V
-        attention = [*(["Q", "K"] if squares == 4 else ["QK"] * (squares - 2)), "V", "O"]
-        for index, name in chosen(len(x), attention if square else ["MLP-in", "MLP-out"]).items():
+        blocks = len(x) // len(config.layers)  # for each layer: one of O, or those of Q, K and V
+        # One block holds both Q and K where they are half as wide as V.
+        qkv = [*(["Q", "K"] if blocks == 3 else ["QK"] * (blocks - 1)), "V"]
+        in_mlp = x.shape[-2:] == (4 * config.width, config.width)
+        kinds = ["MLP-in", "MLP-out"] if in_mlp else ["O"] if blocks == 1 else qkv
+        for index, name in chosen(len(x), kinds).items():
             matrices.setdefault(name, {})[step] = x[index].to("cpu", copy=True)
         return orthogonalise(x, *arguments)
     return record
@@ -46,12 +50,13 @@ def capture(config: train_gpt.Config, at: list[int]) -> tuple[Matrices, list[flo
     """The chosen matrices at these steps (counted from 1) of a run on one device, and all losses."""
     trainer = train_gpt.Trainer(config, train_gpt.World())
     optimizer, matrices, losses = trainer.optimizer, {}, []
-    ops, layers = optimizer.ops, len(config.layers)
+    ops = optimizer.ops
     steps = [trainer.schedule.at(index) for index in range(max(at))]
     for step, batches in zip(steps, trainer.loader.prefetch(range(max(at)))):
         optimizer.ops = ops
         if (number := step.index + 1) in at:
-            optimizer.ops = ops._replace(newton_schulz=recording(ops.newton_schulz, matrices, number, layers))
+            recorded = recording(ops.newton_schulz, matrices, number, config)
+            optimizer.ops = ops._replace(newton_schulz=recorded)
         losses.append(trainer.step(step, batches))
     return matrices, torch.stack(losses).tolist()
 

@@ -65,10 +65,9 @@ def schedule_faults(c) -> Iterator[Fault]:
 def model_faults(c) -> Iterator[Fault]:
     """Heads that fill matrices, n-grams that fit the heads, gates that see as much of both."""
     yield c.vocab_size < 2, "vocab_size", "at least a token and the one that starts documents"
-    yield c.width % c.head_dim, "width head_dim", "use a head_dim that divides the width"
-    unit = c.head_dim // math.gcd(c.head_dim, 2)    # Its multiples make 2 heads qk_dim one of the width.
+    unit = c.head_dim // math.gcd(c.head_dim, 2)    # Its multiples make 2 qk_dim one of head_dim.
     yield (c.qk_dim % unit, "qk_dim", f"the queries and keys of {c.heads} heads fill no whole number of "
-           f"{c.width} x {c.width} matrices, which NorMuon takes; use a multiple of {unit}")
+           f"{c.heads * c.head_dim} x {c.width} matrices, which NorMuon takes; use a multiple of {unit}")
     yield c.rotary_base < 1, "rotary_base", "use 1 or more"
     yield (c.gate_channels % 2 or c.gate_channels > c.width, "gate_channels",
            f"half are of x and half of a value row; use an even number of at most {c.width}")

@@ -14,7 +14,7 @@ def test_matrices_from_training_are_recorded_and_measured(config, tmp_path, caps
     matrices, losses = record_momentum.capture(replace(config, compile=False), [1, 2])
     shapes = {tuple(x.shape) for steps in matrices.values() for x in steps.values()}
     assert len(losses) == 2 and shapes == {(64, 64), (256, 64)}
-    assert len(matrices) == 8 and all(set(steps) == {1, 2} and steps[2].any() for steps in matrices.values())
+    assert len(matrices) == 12 and all(set(steps) == {1, 2} and steps[2].any() for steps in matrices.values())
     torch.save({"matrices": matrices, "losses": losses}, tmp_path / "momentum.pt")
     result = tmp_path / "polar.json"
     given = ["--real", str(tmp_path / "momentum.pt"), "--out", str(result)]
