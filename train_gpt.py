@@ -504,9 +504,9 @@ class GPT(nn.Module):
         """Initial values from the seed alone, drawn on the device; the same on every rank."""
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         bound = 3 ** 0.5 * 0.5 * self.config.width ** -0.5      # a standard deviation of 0.5 / √width
-        for i, matrix in enumerate(self.bank):
-            if i % 4 < 3:           # MLP-out stays zero.
-                matrix.uniform_(-bound, bound, generator=generator)
+        in_attention = [matrix for i, matrix in enumerate(self.bank) if i % 4 < 2]
+        for matrix in [*in_attention, *self.bank[2::4]]:        # MLP-out stays zero.
+            matrix.uniform_(-bound, bound, generator=generator)
         self.head.normal_(std=0.005, generator=generator)
         for value_table in self.value_tables:
             value_table.normal_(std=0.01, generator=generator)
@@ -576,13 +576,14 @@ class GPT(nn.Module):
             rows = self.ops.lookup(self.value_tables[place], context.by_token)
             value_rows = attention.ValueRows(rows, context.value_gates[place])
         w_qkv, w_out, *_ = self.weights(i)
-        grad_qkv, grad_out = (gradient_of(weight, transit.accumulate) for weight in (w_qkv, w_out))
-        projection = attention.Projection(w_qkv, scale_qkv, grad_qkv, transit.fp8_weights[i][0])
+        projection = attention.Projection(
+            w_qkv, scale_qkv, gradient_of(w_qkv, transit.accumulate), transit.fp8_weights[i][0])
         shape = attention.HeadShape(config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
         q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, ngram_values, shape)
         window = context.step.windows[layer.long_window] * config.window_block
         y = self.attention(q, k, v, context.sequences, window, context.attention_scale)
-        return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad_out)[0]
+        grad = gradient_of(w_out, transit.accumulate)
+        return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad)[0]
 
     def feed_forward(self, i: int, x: Tensor | fp8.Quantized, transit: Transit) -> Tensor:
         """The update (n, width) of layer i's MLP, from the normed stream."""
@@ -659,7 +660,6 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
     each = [f"layer {i}" for i in range(depth)]
     both = [stop for stop in each for _ in ("MLP-in", "MLP-out")]
     valued = [each[i] for i in model.value_index]
-    in_mlps = [matrix for i in range(depth) for matrix in model.weights(i)[2:]]
 
     def adam(name: str, params: list, stops: list[str], lr: float, betas: tuple, decay: float = 0.0,
              algorithm: type = Adam, **more) -> Group:
@@ -685,7 +685,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         small("value gates", [model.value_gates],                     1.0,             (0.90, 0.99)),
         normuon("QKV", list(model.bank[::4]),          each,          [1.0] * depth,   height),
         normuon("O", list(model.bank[1::4]),           each,          [1.0] * depth),
-        normuon("mlp", in_mlps,                        both,          [2.0, 4.0] * depth),
+        normuon("mlp", [w for i, w in enumerate(model.bank) if i % 4 > 1], both, [2.0, 4.0] * depth),
         adam("head", [model.head],                     ["embedding"], 1.0,             (0.50, 0.95), 150.0,
              memory=200.0, shared=config.shared_updates),
         adam("copy head", [model.copy_head.weight],    ["head"],      0.03,            (0.90, 0.95)),
