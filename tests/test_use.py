@@ -175,10 +175,10 @@ def test_a_model_from_a_machine_with_another_attention(trained, tmp_path, shards
 
 @pytest.fixture(scope="module")
 def looking_back(shards, tmp_path_factory):
-    """The folder of a tiny model with a copy head and near matches, and its run's report."""
+    """The folder of a tiny model with a copy head, near matches and three heads, and its run's report."""
     patch, runs = pytest.MonkeyPatch(), tmp_path_factory.mktemp("runs")
     patch.setenv("RUNS_PATH", str(runs))
-    words = ["--data_path", str(shards), "--ngrams", "2", "--near_match", "1,3", "--copy_channels", "16"]
+    words = ["--data_path", str(shards), *"--heads 3 --ngrams 2 --near_match 1,3 --copy_channels 16".split()]
     config = train_gpt.parse(["--preset", "cpu", *SHORTER, *words])[0]
     report = train_gpt.run(config, train_gpt.World(), time.time())
     patch.undo()
