@@ -148,7 +148,7 @@ class Config:
     # scalars: on Q, K, V and O, multiplied into the weights (@roeeshenberg #166), and on the stream.
     layers: tuple[Layer, ...] = SPEEDRUN_LAYERS
     width: Size = 768               # channels of the residual stream
-    heads: Size = 6                 # of each layer's attention
+    heads: Size = 6                 # of each layer's attention; they need not fill the width
     head_dim: Size = 128            # channels of a head's value
     # Queries and keys need fewer channels than values (@Glitchfix #344: 96 of 128). B: 3.1 s, with the scale.
     qk_dim: Size = 64
@@ -289,7 +289,7 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # 180 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
+    # 186 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
     # cut documents a second epoch would start, which costs 0.1 of loss. 1% of the time is worth 0.002 in
     # steps. So it leaves out layer 2, which takes 11% for 0.018 on `clean`, and a head, 6% for 0.002 to 0.01.
     "corpus": settings.change(

@@ -89,6 +89,8 @@ def test_bad_settings(arguments, parts):
     ({"copy_channels": 512}, "--copy_channels 512 --attention_scale 0.1: their product is at most 40"),
     ({"width": 16_384}, "--width 16384: use at most 8192"),
     ({"val_chunk": 100}, "--width 64 --val_chunk 100: use multiples of 16"),
+    ({"heads": 3, "head_dim": 4, "qk_dim": 2, "rotary_share": 1.0, "ngram_rows": 0},
+     "--heads 3 --qk_dim 2 --head_dim 4: queries, keys and values have"),
 ])
 def test_what_kernels_do_not_take(changes, part):
     """On a GPU; all but the width is a matter of kernels that have a reference."""
@@ -104,6 +106,7 @@ def test_what_kernels_do_not_take(changes, part):
 def test_presets_keep_the_rules(preset):
     train_gpt.check_config(preset, train_gpt.Ops._fields)
     checks.refuse(preset, checks.kernel_faults(preset))
+    assert preset.heads * preset.head_dim == preset.width or preset.preset == "corpus"
 
 
 @pytest.mark.parametrize("changes, part", [

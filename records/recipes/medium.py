@@ -32,8 +32,9 @@ LAYERS = (
 )
 
 MEDIUM = change(
-    train_gpt.SPEEDRUN, preset="medium", target=2.92, layers=LAYERS, width=1024, muon_lr=0.015, adam_lr=0.006,
-    steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288), lr_scale=(1.0, 1.22, 1.41))
+    train_gpt.SPEEDRUN, preset="medium", target=2.92, layers=LAYERS, width=1024, heads=8, muon_lr=0.015,
+    adam_lr=0.006, steps=4500, extra_steps=30, batch_tokens=(262_144, 393_216, 524_288),
+    lr_scale=(1.0, 1.22, 1.41))
 
 
 def main() -> int:

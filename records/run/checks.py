@@ -120,6 +120,8 @@ def kernel_faults(c) -> Iterator[Fault]:
     yield c.width > 8192, "width", "use at most 8192"
     yield (c.fp8 and (c.width % 16 or c.val_chunk % 16), "width val_chunk",
            "use multiples of 16, or --fp8 none")
+    yield ("attention" in c.fp8 and c.heads * (2 * c.qk_dim + c.head_dim) % 16, "heads qk_dim head_dim",
+           "queries, keys and values have together a multiple of 16 channels, or --fp8 none")
 
 
 def check_machine(config, ranks: int, device: torch.device) -> None:
