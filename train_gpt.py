@@ -49,7 +49,7 @@ from kernels import optimizer as updates
 from kernels.backend import compiled
 from kernels.gradients import gradient_of
 from kernels.ranks.collectives import Collectives, Work, wait
-from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, stops_of, timetable
+from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, due, stops_of, timetable
 from kernels.ranks.world import World, launched
 from kernels.sequence import Sequences, starts
 from kernels.streams import beside, recorded, side_stream
@@ -397,7 +397,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
 class Transit:
     """One step's way through the model: what its micro-batches share, and who hears where a pass stands.
 
-    The stops of a pass are "n-grams", "embedding", "layer 0", "layer 1", …, "head".
+    The stops of a pass are "embedding", "n-grams", "layer 0", "layer 1", …, "head".
     """
 
     def __init__(self, optimizer: "Optimizer | None" = None):
@@ -524,14 +524,14 @@ class GPT(nn.Module):
         sequences = Sequences.of(batch.cu_seqlens, batch.max_length, len(batch.tokens))
         by_token = self.sort(batch.tokens)
         rows = self.ngrams.index(ops.ngram_index, batch.tokens, positions.is_start)
-        transit.reach("n-grams")
-        in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
         transit.reach("embedding")
         smear_scale, backout_scale = self.scalars.unbind()
-        scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
-        context = Context(step, transit, sequences, positions, scale, by_token, in_flight, scalars, gates)
         x = ops.lookup(self.head, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
+        in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
+        transit.reach("n-grams")
+        scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
+        context = Context(step, transit, sequences, positions, scale, by_token, in_flight, scalars, gates)
         streams = [mlp.Residual(x, readers=self.readers[0])]    # streams[i] enters layer i, the last the head
         for i, scales in enumerate(self.residual_scalars.unbind()):
             transit.reach(f"layer {i}", streams[i].newest)
@@ -816,8 +816,9 @@ class Optimizer:
     A timetable (kernels/ranks/timetable.py, `--timetable`) says which collective starts and ends where:
 
     1. In the forward pass of the first micro-batch `weights_needed` gathers what the step before updated.
-    2. In the backward pass of the last one `gradients_complete` starts the sums of complete gradients.
-    3. `step` waits for the sums and updates each group on a CUDA stream of its own, since none fills a GPU.
+    2. In the backward pass of the last one `gradients_complete` starts the sums of complete gradients. Once
+       all of a group have started, its update waits for them on a CUDA stream of its own. None fills a GPU.
+    3. `step` does so for what the end of the backward pass completes, and waits for all updates.
 
     So a rank's weights are whole from the end of a forward pass, or from `gather`, until the next update.
     Updates ignore the gradients' scale, so the loss is summed over tokens and nothing is divided.
@@ -843,25 +844,24 @@ class Optimizer:
         self.rates = updates.Rates(*momentum, config.slow_beta)
         self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # until a loss is not
         self.traffic = [group.traffic(world.size) for group in groups]
-        self.to_gather: deque[Transfer] = deque()                           # gathers that have not started
+        # Of the timetable: gathers, sums and updates that have not started.
+        self.to_gather, self.to_sum, self.to_update = deque(), deque(), deque()
         self.gathers: deque[tuple[Transfer, Work]] = deque()                # under way
-        self.to_sum: deque[Transfer] = deque()
         self.sums: dict[str, list[Work]] = {}                               # under way, by what they sum
 
     def begin(self, step: "Step") -> None:
         """Take this step's timetable."""
         table = timetable(self.traffic, len(self.config.layers), step.adam_updated, step.update_adam,
                           self.config.overlap)
-        self.to_gather, self.to_sum = deque(table.gathers), deque(table.sums)
-        self.updates, self.sums = table.updates, {}
+        self.to_gather, self.to_sum, self.to_update = map(deque, table[:3])
+        self.sums, self.updates = {}, table.updates
 
     def weights_needed(self, stop: str) -> None:
         """The forward pass comes to `stop`: start the gathers that are due, wait for those that it needs."""
-        here = self.stops.index(stop)
-        while self.to_gather and self.stops.index(self.to_gather[0].start) <= here:
-            transfer = self.to_gather.popleft()
+        reached = self.stops[:self.stops.index(stop) + 1]
+        for transfer in due(self.to_gather, reached):
             self.gathers.append((transfer, self.start_gather(transfer)))
-        while self.gathers and self.stops.index(self.gathers[0][0].wait) <= here:
+        while self.gathers and self.gathers[0][0].wait in reached:
             wait(self.gathers.popleft()[1])
 
     def start_gather(self, transfer: Transfer) -> Work:
@@ -878,10 +878,9 @@ class Optimizer:
 
     @torch.no_grad()
     def gradients_complete(self, stop: str) -> None:
-        """The backward pass has left `stop`: start the sums that are due; at UPDATE, all that are left."""
-        backward = [UPDATE, *self.stops]
-        while self.to_sum and backward.index(self.to_sum[0].start) >= backward.index(stop):
-            transfer = self.to_sum.popleft()
+        """The backward pass has left `stop`: start the sums and updates that are due; at UPDATE, all left."""
+        left = [*self.stops, UPDATE] if stop == UPDATE else self.stops[self.stops.index(stop):]
+        for transfer in due(self.to_sum, left):
             if transfer.what == SMALL:
                 work = self.world.collectives.all_reduce(self.small_grads)
             else:
@@ -889,6 +888,16 @@ class Optimizer:
                 whole, own = shard.places[transfer.round]
                 work = self.world.collectives.reduce_scatter(shard.own_grads[own], shard.all_grads[whole])
             self.sums.setdefault(transfer.what, []).append(work)
+        for update in due(self.to_update, left):
+            shard, sums = self.shards[update.group], self.sums.get(update.behind, [])
+            summed = sums and self.world.size > 1
+            if self.loss_stream and not summed:     # No group is updated before its step's loss was checked.
+                torch.cuda.current_stream().wait_stream(self.loss_stream)
+            # A group with a sum waits for that and the loss; one without also for the backward pass so far.
+            with beside(self.streams.get(update.group), self.loss_stream if summed else None):
+                for work in sums:
+                    wait(work)
+                shard.update(self.ops, self.finite, self.lr, self.rates)
 
     @torch.no_grad()
     def check_finite(self, loss: Tensor) -> None:
@@ -897,20 +906,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update from the accumulated gradients, in the timetable's order."""
+        """Update what is left to update from the accumulated gradients, and wait for all updates."""
         self.gradients_complete(UPDATE)
-        if self.loss_stream:        # No group is updated before its step's loss was checked.
-            torch.cuda.current_stream().wait_stream(self.loss_stream)
-        for name in self.updates:
-            shard = self.shards[name]
-            works = self.sums.get(SMALL if shard.group.replicated else name, [])
-            # A group with a sum waits for that and the loss; one without also for the whole backward pass.
-            with beside(self.streams.get(name), self.loss_stream if works and self.world.size > 1 else None):
-                for work in works:
-                    wait(work)
-                shard.update(self.ops, self.finite, self.lr, self.rates)
-        for name in self.updates if self.streams else ():
-            torch.cuda.current_stream().wait_stream(self.streams[name])
+        for update in self.updates if self.streams else ():
+            torch.cuda.current_stream().wait_stream(self.streams[update.group])
 
     @torch.no_grad()
     def check_ranks(self) -> None:

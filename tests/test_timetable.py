@@ -3,6 +3,7 @@
 It is a function of the groups' rounds, and these are pinned for 1, 2, 4 and 8 ranks.
 """
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from conftest import ROOT, command, succeeded
 
 import train_gpt
 from kernels.ranks import collectives
-from kernels.ranks.timetable import SMALL, UPDATE, Traffic, timetable, timetable_text
+from kernels.ranks.timetable import SMALL, UPDATE, Traffic, stops_of, timetable, timetable_text
 from records.run.explain import tables_text
 
 GOLDEN = ROOT / "tests" / "timetable.txt"
@@ -61,9 +62,17 @@ def test_everything_that_is_updated_is_summed_and_gathered_once(ranks, kind, ove
         assert len(found) == len(set(found)) and set(found) == rounds(adam)
     assert [t.what for t in table.sums].count(SMALL) == update_adam
     updated = {one.group for one in traffic if update_adam or one.every_step}
-    assert len(table.updates) == len(updated) and set(table.updates) == updated
+    assert len(table.updates) == len(updated) and {update.group for update in table.updates} == updated
+    stops = [UPDATE, *stops_of(len(train_gpt.SPEEDRUN.layers))][::-1]
+    starts = [stops.index(update.start) for update in table.updates]
+    assert starts == sorted(starts)
+    for update, start in zip(table.updates, starts):        # behind all of its sums, and at once
+        own = [stops.index(transfer.start) for transfer in table.sums if transfer.what == update.behind]
+        assert start == max(own, default=stops.index(UPDATE))
+        assert update.behind in (update.group, SMALL)
     if not overlap:
-        assert {t.start for t in table.gathers} == {"n-grams"} and {t.start for t in table.sums} == {UPDATE}
+        assert {t.start for t in table.gathers} == {"embedding"}
+        assert {t.start for t in [*table.sums, *table.updates]} == {UPDATE}
 
 
 class Sent:
@@ -125,6 +134,14 @@ def test_a_step_sends_what_its_timetable_says(sending, index, monkeypatch):
     assert found == [(t.what, t.round, t.start) for t in table.gathers]
     found = started(log, summed, "left", "reduce_scatter", "all_reduce")
     assert found == [(t.what, t.round, t.start) for t in table.sums]
+    updated, places = [], [i for i, entry in enumerate(log) if entry[0] == "update"]
+    for place in places:
+        stop = [entry[1] for entry in log[:place] if entry[0] == "left"][-1]
+        updated.append((log[place][1], stop))
+        behind = next(update.behind for update in table.updates if update.group == log[place][1])
+        arrived = {entry[2] for entry in log[:place] if entry[0] == "wait"}
+        assert {pointer for pointer, name in summed.items() if name[0] == behind} <= arrived
+    assert updated == [(update.group, update.start) for update in table.updates]
     waits = [entry for entry in log if entry[0] in ("reach", "wait")]
     pointers = {name: pointer for pointer, name in gathered.items()}
     for transfer in table.gathers:
@@ -141,8 +158,13 @@ def test_a_step_sends_what_its_timetable_says(sending, index, monkeypatch):
     assert of_the_model == (once + ["all_to_all"]) * (micro_batches - 1) + once + ["all_reduce", "all_to_all"]
 
 
+def log_and_call(log: list, name: str, update, *given) -> None:
+    log.append(("update", name))
+    update(*given)
+
+
 def record_stops(monkeypatch, optimizer: train_gpt.Optimizer, log: list) -> None:
-    """Enter into the log whatever stop the forward pass comes to and the backward pass has left."""
+    """Enter into the log what stop the forward pass comes to and the backward pass has left, and updates."""
     needed, complete = optimizer.weights_needed, optimizer.gradients_complete
 
     def weights_needed(stop: str) -> None:
@@ -155,6 +177,8 @@ def record_stops(monkeypatch, optimizer: train_gpt.Optimizer, log: list) -> None
 
     monkeypatch.setattr(optimizer, "weights_needed", weights_needed)
     monkeypatch.setattr(optimizer, "gradients_complete", gradients_complete)
+    for name, shard in optimizer.shards.items():
+        monkeypatch.setattr(shard, "update", partial(log_and_call, log, name, shard.update))
 
 
 def started(log: list[tuple], names: dict, stops: str, *kinds: str) -> list[tuple]:

@@ -14,6 +14,7 @@ from kernels.ngrams.exchange import ColumnExchange, whole_rows
 from kernels.ngrams.row_gradients import RowGradients, no_gradients
 from kernels.ngrams.shared_gradient import NGramValues
 from kernels.ranks.collectives import Collectives
+from kernels.streams import beside, side_stream
 
 PART = 2 ** 20  # rows that are looked at together where all rows are
 
@@ -91,15 +92,17 @@ class NGrams(nn.Module):
     def index(self, hash_rows: Callable, tokens: Tensor, is_start: Tensor) -> Tensor | None:
         """The rows that all ranks' tokens read, in rank order; None without a table. All ranks must call.
 
+        On a GPU they are found on a stream of their own, by some 60 small kernels, and `send` waits for them.
         `hash_rows`: `ngram_index` or its reference.
         """
         if not self.lengths:
             return None
-        rows = hash_rows(tokens, is_start, self.lengths, len(self.table), self.classes)
-        if self.guesses is not None:
-            guessed = self.guesses.rows(tokens, is_start, len(self.table))
-            rows = torch.cat([rows.view(len(tokens), -1), guessed], 1).flatten()
-        return self.collectives.all_gathered(rows)
+        with beside(side_stream("n-grams") if tokens.is_cuda else None):
+            rows = hash_rows(tokens, is_start, self.lengths, len(self.table), self.classes)
+            if self.guesses is not None:
+                guessed = self.guesses.rows(tokens, is_start, len(self.table))
+                rows = torch.cat([rows.view(len(tokens), -1), guessed], 1).flatten()
+            return self.collectives.all_gathered(rows)
 
     def send(self, index: Tensor | None, lookup: Callable, sort: Callable, share: Callable) -> InFlight:
         """Look this rank's columns of these rows up and start their way to the ranks that read them.
@@ -109,6 +112,8 @@ class NGrams(nn.Module):
         """
         exchange = ColumnExchange(self.collectives)
         if index is not None:
+            if index.is_cuda:
+                torch.cuda.current_stream().wait_stream(side_stream("n-grams"))
             exchange.send(lookup(self.table, sort(index), self.row_gradients))
         return InFlight(exchange, self.heads, self.scales, share)
 

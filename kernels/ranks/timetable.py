@@ -1,10 +1,13 @@
 """Which collective of a training step starts where, and where it is waited for: communication as data.
 
-A step's forward pass has stops: "n-grams", "embedding", "layer 0", "layer 1", …, "head". Its backward pass
+A step's forward pass has stops: "embedding", "n-grams", "layer 0", "layer 1", …, "head". Its backward pass
 comes by them in reverse. `timetable` makes lists of transfers from the kind of step and from the rounds in
 which each group of parameters sends; those depend on the number of ranks. `Optimizer` in train_gpt.py works
 through the lists, and `python train_gpt.py --timetable 4` prints them. tests/timetable.txt pins the lists
 for four ranks and the rounds for 1, 2, 4 and 8; a test compares them with what a step really sends.
+
+A group is updated once all of its gradients have arrived. For value tables that is one layer before the end
+of the backward pass. So the exchange of their features and their update run under layer 0's backward pass.
 
     weights     all_gather, started two stops before the forward pass needs them, under the layers between
     gradients   reduce_scatter, started once the backward pass has left the stop that uses the weights first
@@ -14,6 +17,8 @@ for four ranks and the rounds for 1, 2, 4 and 8; a test compares them with what 
                 update of each group of tables of tokens
     text        with `--retrieval` one all_gather by the trainer after all others, for every rank's counts
 """
+from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 # All groups that every rank updates have their gradients in one buffer, so one sum takes them.
@@ -38,17 +43,30 @@ class Transfer(NamedTuple):
     wait: str
 
 
+class Update(NamedTuple):
+    """The update of one group."""
+    group: str
+    behind: str  # the sums that it waits for
+    start: str  # the stop that the backward pass has left
+
+
 class Timetable(NamedTuple):
-    """What one kind of step sends, each list in the order of starting. It is the same on every rank."""
+    """What one kind of step sends and updates, each list in the order of starting; the same on every rank."""
     gathers: list[Transfer]  # weights that the step before updated
     sums: list[Transfer]  # gradients
+    updates: list[Update]
     model: list[Transfer]  # what the model sends by itself: rows of n-grams, and the loss
-    updates: list[str]  # groups, in the order of their updates
+
+
+def due(queue: deque, passed: list[str]) -> Iterator:
+    """Take from the front of `queue` what starts at one of the stops in `passed`."""
+    while queue and queue[0].start in passed:
+        yield queue.popleft()
 
 
 def stops_of(layers: int) -> list[str]:
     """The stops of a forward pass, in order."""
-    return ["n-grams", "embedding", *(f"layer {i}" for i in range(layers)), "head"]
+    return ["embedding", "n-grams", *(f"layer {i}" for i in range(layers)), "head"]
 
 
 def rounds_by_use(traffic: list[Traffic], stops: list[str], adam: bool) -> list[tuple]:
@@ -83,8 +101,8 @@ def timetable(traffic: list[Traffic], layers: int, adam_updated: bool, update_ad
     if small:
         late.insert(0, Transfer("all_reduce", SMALL, None, UPDATE, UPDATE))
     tables = [one.group for one in traffic if not one.rounds]
-    return Timetable(gathers, early + late, of_the_model(bool(tables)),
-                     tables * update_adam + in_order_of_sums(early + late, small))
+    updated = [one for one in traffic if one.every_step or update_adam]
+    return Timetable(gathers, early + late, updates_of(updated, early + late), of_the_model(bool(tables)))
 
 
 def of_the_model(has_ngrams: bool) -> list[Transfer]:
@@ -92,26 +110,32 @@ def of_the_model(has_ngrams: bool) -> list[Transfer]:
     loss = [Transfer("all_reduce", "loss", None, "head", UPDATE)]
     if not has_ngrams:
         return loss
-    return [Transfer("all_gather", "row numbers of n-grams", None, "n-grams", "n-grams"),
+    return [Transfer("all_gather", "row numbers of n-grams", None, "embedding", "n-grams"),
             Transfer("all_to_all", "rows of n-grams", None, "n-grams", "layer 0"), *loss,
             Transfer("all_to_all", "gradients of n-grams", None, "layer 0", "n-grams")]
 
 
-def in_order_of_sums(sums: list[Transfer], small: list[str]) -> list[str]:
-    """The groups in the order in which their last sums start, and so arrive."""
+def updates_of(traffic: list[Traffic], sums: list[Transfer]) -> list[Update]:
+    """These groups' updates, in the order in which their last sums start, and so arrive.
+
+    What has no sums is complete when the backward pass is, and comes first then.
+    """
     last = {transfer.what: place for place, transfer in enumerate(sums)}
-    groups: list[str] = []
-    for what in sorted(last, key=last.__getitem__):
-        groups += small if what == SMALL else [what]
-    return groups
+    found = []
+    for one in traffic:
+        behind = SMALL if one.replicated else one.group
+        place = last.get(behind, -1)
+        found.append((place, Update(one.group, behind, UPDATE if place < 0 else sums[place].start)))
+    return [update for _, update in sorted(found, key=lambda pair: (pair[1].start == UPDATE, pair[0]))]
 
 
 def timetable_text(table: Timetable, layers: int) -> str:
     """The timetable as a person reads it: a line for each stop at which something starts or is waited for."""
-    stops, returning = stops_of(layers), [t for t in table.model if t.what.startswith("gradients")]
+    stops = stops_of(layers)
+    returning = [t for t in table.model if t.what.startswith(("gradients", "features"))]
     forward = [*table.gathers, *(t for t in table.model if t not in returning)]
     phases = [("forward", stops, forward), ("backward", stops[::-1], [*table.sums, *returning]),
-              ("update", [UPDATE], [*table.sums, *forward])]
+              ("update", [UPDATE], [*table.sums, *table.model])]
     lines = []
     for phase, places, transfers in phases:
         for stop in places:
@@ -119,7 +143,11 @@ def timetable_text(table: Timetable, layers: int) -> str:
                 found = [t for t in transfers if getattr(t, verb) == stop]
                 if found:
                     lines.append(f"{phase:9} {stop:10} {verb:6} {named(found)}")
-    return "\n".join([*lines, f"{'update':9} in turn    {', '.join(table.updates)}"])
+    starts = dict.fromkeys(update.start for update in table.updates)
+    for place in starts:
+        groups = ", ".join(update.group for update in table.updates if update.start == place)
+        lines.append(f"{'update':9} {'behind ' * (place != UPDATE)}{place:10} {groups}")
+    return "\n".join(lines)
 
 
 def named(transfers: list[Transfer]) -> str:

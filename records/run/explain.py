@@ -43,8 +43,9 @@ def tables_text(groups, schedule, ranks: int | None) -> str:
     for step in schedule.kinds().values():
         table = timetable(traffic, layers, step.adam_updated, step.update_adam, config.overlap)
         for group in groups:        # Its update sends these itself.
-            if group.shared and group.name in table.updates:
-                table.model.extend(Transfer(kind, f"features of {group.name}", None, UPDATE, UPDATE)
+            start = next((update.start for update in table.updates if update.group == group.name), None)
+            if group.shared and start:
+                table.model.extend(Transfer(kind, f"features of {group.name}", None, start, UPDATE)
                                    for kind in ("reduce_scatter", "all_gather"))
         if config.retrieval:        # The trainer sends it.
             table.model.append(Transfer("all_gather", "text of the step", None, UPDATE, UPDATE))
