@@ -97,7 +97,7 @@ class NGrams(nn.Module):
         """
         if not self.lengths:
             return None
-        with beside(side_stream("n-grams") if tokens.is_cuda else None):
+        with beside(side_stream("n-grams") if tokens.device.type == "cuda" else None):
             rows = hash_rows(tokens, is_start, self.lengths, len(self.table), self.classes)
             if self.guesses is not None:
                 guessed = self.guesses.rows(tokens, is_start, len(self.table))
@@ -112,7 +112,7 @@ class NGrams(nn.Module):
         """
         exchange = ColumnExchange(self.collectives)
         if index is not None:
-            if index.is_cuda:
+            if index.device.type == "cuda":
                 torch.cuda.current_stream().wait_stream(side_stream("n-grams"))
             exchange.send(lookup(self.table, sort(index), self.row_gradients))
         return InFlight(exchange, self.heads, self.scales, share)
