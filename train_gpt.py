@@ -1084,15 +1084,21 @@ class Trainer:
         return total.item() / text.tokens
 
     def warm_up(self) -> None:
+        """On a GPU: compile and capture off the clock. A CPU does neither."""
+        if self.world.device.type == "cuda":
+            self.rehearse()
+        self.world.barrier()                        # Start-up takes as long as the slowest rank's.
+
+    def rehearse(self) -> None:
         """Run every kind of step and of validation, then put everything back as it was."""
         snapshot, kinds = self.optimizer.snapshot(), list(self.schedule.kinds().values())
         # Batches come as in the run, so that the costs of first use are off the clock: 0.4 s on four GPUs.
         rehearsal = self.loader.rehearsal([step.shape for step in kinds])
-        # Graphs come last, because each keeps the memory of its step, and eager steps need their own.
-        capture = self.config.capture and self.world.device.type == "cuda"
-        if capture:
+        acts = [self.step]
+        if self.config.capture:
             torch.cuda.reset_peak_memory_stats()
-        for act in (self.step, self.capture) if capture else (self.step,):
+            acts.append(self.capture)       # Last: a graph keeps the memory of its step for itself.
+        for act in acts:
             for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
                 act(step, batches)
         self.optimizer.restore(snapshot)
@@ -1101,7 +1107,6 @@ class Trainer:
         batch = to_device(self.validation.batches[0], self.world.device)
         for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())).values():
             self.model.score(batch, step)
-        self.world.barrier()                        # Start-up takes as long as the slowest rank's.
 
     def validation_points(self) -> list[int]:
         """The numbers of steps after which the model is scored."""

@@ -77,14 +77,8 @@ def start(ranks: int, out: Path, *work) -> None:
         pass
 
 
-def no_warm_up() -> None:
-    """For runs whose kinds of steps others warm up: it leaves no trace (test_optimizer.py) and takes time."""
-    train_gpt.Trainer.warm_up = lambda trainer: None
-
-
 def signal_in_step_5() -> None:
     """The last rank gets SIGTERM behind the fifth step."""
-    no_warm_up()
     add = train_gpt.Report.add
 
     def disturbed(self, step, *given):
@@ -96,7 +90,6 @@ def signal_in_step_5() -> None:
 
 def kill_in_step_4() -> None:
     """The process ends when all of the fourth checkpoint is written but its name."""
-    no_warm_up()
     publish = checkpoint.publish
 
     def killed(part, folder):
@@ -116,7 +109,7 @@ def main() -> None:
     kill, stop = str(out / "kill"), str(out / "stop")
     for ranks in (1, 2):
         start(ranks, out, moments, out, settings)
-    start(1, out, run, 0, named("whole"), no_warm_up)
+    start(1, out, run, 0, named("whole"))
     start(1, out, run, 0, named("killed", "--checkpoint", kill, "--checkpoint_every", "1"), kill_in_step_4)
     start(1, out, run, 0, named("on-1", "--resume", kill))
     on_stop = "--checkpoint", stop, "--checkpoint_on_stop", "true"

@@ -78,7 +78,7 @@ def config(shards) -> train_gpt.Config:
     """On a GPU as well: small and plain, so that what is tested there does not wait for compilers."""
     flags = ["--preset", "cpu", *TINY, "--data_path", str(shards), "--write_log", "false"]
     config = train_gpt.parse(flags)[0]
-    return replace(config, seed=3, attention="plain", compile=False)
+    return replace(config, seed=3, attention="plain", compile=False, capture=torch.cuda.is_available())
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -61,5 +61,5 @@ def test_the_warm_up_leaves_no_average(config):
     """A checkpoint before the averages begin would keep what it has left, and fail at a NaN."""
     config = change(config, micro_batches=2, batch_tokens=(128, 256, 256), average_steps=2)
     trainer = train_gpt.Trainer(config, train_gpt.World())
-    trainer.warm_up()
+    trainer.rehearse()
     assert trainer.optimizer.averages.state and not any(x.any() for x in trainer.optimizer.averages.state)

@@ -307,7 +307,7 @@ def test_warm_up_leaves_no_trace(config):
         trainer = train_gpt.Trainer(config, train_gpt.World())
         random = torch.get_rng_state()
         if warm:
-            trainer.warm_up()
+            trainer.rehearse()
         assert torch.equal(random, torch.get_rng_state())
         losses = [trainer.step(s, trainer.loader.batches(s.index)).item() for s in list(trainer.schedule)[:3]]
         results.append((losses, everything(trainer)))
@@ -341,7 +341,7 @@ def test_warm_up_visits_every_kind(trainer, monkeypatch):
     points = 2 * trainer.validation_points()        # Each kind twice; it is warmed up once.
     monkeypatch.setattr(trainer, "validation_points", lambda: points)
     monkeypatch.setattr(trainer.model, "score", lambda batch, step: (scored.append(step), score(batch, step)))
-    trainer.warm_up()
+    trainer.rehearse()
     assert seen == {step.kind for step in trainer.schedule} and len(seen) > 6
     wanted = [trainer.schedule.validation(steps).kind for steps in points]
     kinds = [step.kind for step in scored]
@@ -426,7 +426,7 @@ def test_a_captured_step_is_the_eager_one(config):
     runs = []
     for capture in (False, False, True):
         trainer = train_gpt.Trainer(replace(config, capture=capture, compile=False), train_gpt.World())
-        trainer.warm_up()
+        trainer.rehearse()
         assert set(trainer.graphs) == (set(trainer.schedule.kinds()) if capture else set())
         runs.append([trainer.step(s, trainer.loader.batches(s.index)).item() for s in trainer.schedule])
     spread = max(abs(a - b) for a, b in zip(runs[0], runs[1]))
@@ -442,7 +442,7 @@ def test_runs_of_a_process_have_the_same_streams(config):
     world, found = train_gpt.World(), []
     for _ in range(2):
         trainer = train_gpt.Trainer(config, world)
-        trainer.warm_up()
+        trainer.rehearse()
         streams = trainer.optimizer.streams | {"": trainer.optimizer.loss_stream}
         found.append({name: stream.cuda_stream for name, stream in streams.items()})
     assert found[0] == found[1] and len(found[0]) == 1 + len(trainer.optimizer.shards)
@@ -451,7 +451,7 @@ def test_runs_of_a_process_have_the_same_streams(config):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs, and what waits for them, need a GPU")
 def test_timed_steps_neither_wait_for_the_gpu_nor_allocate_from_it(config):
     trainer = train_gpt.Trainer(replace(config, capture=True), train_gpt.World())
-    trainer.warm_up()
+    trainer.rehearse()
     steps = list(trainer.schedule)
     ahead = trainer.loader.prefetch(range(len(steps)))      # Room for batches is made off the clock.
     before = torch.cuda.memory_stats()["num_device_alloc"]

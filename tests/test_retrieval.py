@@ -208,7 +208,7 @@ def test_counts_are_of_what_was_trained_on_and_of_nothing_else(config):
     counted, device = trainer.model.counts, trainer.world.device
     text = torch.empty(0, dtype=torch.int32, device=device)
     nothing = counts.pack(*torch.zeros(4, 1, dtype=torch.int32, device=device))
-    trainer.warm_up()
+    trainer.rehearse()
     assert not counted.text.any() and not counted.count and all((x == nothing).all() for x in counted.parts)
     for step in trainer.schedule:
         batches = trainer.loader.batches(step.index)

@@ -287,7 +287,6 @@ def test_a_hangup_ends_a_run_once_and_not_below_nohup(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_interrupt_leaves_a_complete_log(tmp_path, shards, number):
-    # A warm-up scores once for each validation that is to come.
     words = [sys.executable, "train_gpt.py", *SHORT, "--steps", "600", "--epochs", "2000", "--val_every",
              "50"]
     variables = environment(DATA_PATH=str(shards), RUNS_PATH=str(tmp_path))
