@@ -1084,7 +1084,7 @@ class Trainer:
         return total.item() / text.tokens
 
     def warm_up(self) -> None:
-        """On a GPU: compile and capture off the clock. A CPU does neither."""
+        """On a GPU, compile and capture off the clock. A CPU does neither."""
         if self.world.device.type == "cuda":
             self.rehearse()
         self.world.barrier()                        # Start-up takes as long as the slowest rank's.
