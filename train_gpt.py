@@ -529,7 +529,7 @@ class GPT(nn.Module):
         x = ops.lookup(self.head, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
         in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
-        transit.reach("n-grams")
+        transit.reach("n-grams")    # Rows go ahead of the gathers that start here: layer 0 needs them first.
         scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
         context = Context(step, transit, sequences, positions, scale, by_token, in_flight, scalars, gates)
         streams = [mlp.Residual(x, readers=self.readers[0])]    # streams[i] enters layer i, the last the head

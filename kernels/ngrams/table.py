@@ -66,6 +66,7 @@ class NGrams(nn.Module):
         """`classes` (vocabulary,): what n-grams are of, if not of tokens."""
         super().__init__()
         self.classes = None if classes is None else classes.to(device)
+        self.stream = side_stream("n-grams") if device.type == "cuda" else None  # where rows are found
         self.lengths, self.collectives = lengths if rows else (), collectives
         self.table = self.scales = None
         if self.lengths:
@@ -97,7 +98,7 @@ class NGrams(nn.Module):
         """
         if not self.lengths:
             return None
-        with beside(side_stream("n-grams") if tokens.device.type == "cuda" else None):
+        with beside(self.stream):
             rows = hash_rows(tokens, is_start, self.lengths, len(self.table), self.classes)
             if self.guesses is not None:
                 guessed = self.guesses.rows(tokens, is_start, len(self.table))
@@ -112,8 +113,8 @@ class NGrams(nn.Module):
         """
         exchange = ColumnExchange(self.collectives)
         if index is not None:
-            if index.device.type == "cuda":
-                torch.cuda.current_stream().wait_stream(side_stream("n-grams"))
+            if self.stream:
+                torch.cuda.current_stream().wait_stream(self.stream)
             exchange.send(lookup(self.table, sort(index), self.row_gradients))
         return InFlight(exchange, self.heads, self.scales, share)
 

@@ -39,13 +39,12 @@ def tables_text(groups, schedule, ranks: int | None) -> str:
         return rates_text(rates(groups))
     config, parts, ranks = schedule.config, [], ranks or schedule.config.micro_batches
     traffic = [group.traffic(ranks) for group in groups]
-    layers = len(config.layers)
+    layers, shared = len(config.layers), {group.name for group in groups if group.shared}
     for step in schedule.kinds().values():
         table = timetable(traffic, layers, step.adam_updated, step.update_adam, config.overlap)
-        for group in groups:        # Its update sends these itself.
-            start = next((update.start for update in table.updates if update.group == group.name), None)
-            if group.shared and start:
-                table.model.extend(Transfer(kind, f"features of {group.name}", None, start, UPDATE)
+        for update in table.updates:
+            if update.group in shared:          # It sends these itself.
+                table.model.extend(Transfer(kind, f"features of {update.group}", None, update.start, UPDATE)
                                    for kind in ("reduce_scatter", "all_gather"))
         if config.retrieval:        # The trainer sends it.
             table.model.append(Transfer("all_gather", "text of the step", None, UPDATE, UPDATE))
