@@ -16,6 +16,8 @@ from data.shards import write_shard
 from kernels.ranks.world import World
 from kernels.streams import recorded
 from records.run import fit, memory
+from records.run import notes as fit_notes
+from records.run.notes import Notes
 from records.run.settings import UserError
 
 pytest.importorskip("triton")
@@ -37,9 +39,11 @@ def sampled(*candidates: int) -> dict[tuple[int, int], int]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def hopper():
+def hopper(tmp_path_factory):
     """The program asks what device it is for, and is told of one, also where there is none."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        patch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch.setattr(torch.cuda, "get_device_properties",
                       lambda *_: SimpleNamespace(
@@ -74,7 +78,7 @@ def fit_into(fitting, monkeypatch):
     """`fit` of the preset into so many bytes; everything is counted once for all tests."""
     def run(room: int, *given: str, config=None):
         monkeypatch.setattr(fit, "room_of", lambda _: room)
-        monkeypatch.setattr(fit, "Fitting", lambda *_: (setattr(fitting, "room", room), fitting)[1])
+        monkeypatch.setattr(fit, "Fitting", lambda *_, **__: (setattr(fitting, "room", room), fitting)[1])
         world = fake_world()
         return fit.fit(config or fitting.config, given, world, train_gpt.Trainer), world.found["memory"]
     return run
@@ -202,6 +206,51 @@ def test_each_rank_gets_a_micro_batch(speedrun, monkeypatch, capsys):
         fit.fit(config, ("micro_batches",), fake_world(size=4), train_gpt.Trainer)
 
 
+def test_a_start_finds_what_the_last_one_counted(speedrun, monkeypatch):
+    """With another seed, too; but not with another width, nor where the program or the GPU is another one."""
+    counts = []
+
+    def count(program, config, ranks, device, copies, candidates, chunks, launch) -> dict[int, memory.Need]:
+        counts.append(config)
+        need = memory.Need(0, 0, 0, 0, 0, 10 ** 11 // config.micro_batches, 0, 1)
+        return {chunk: need._replace(validation=chunk) for chunk in chunks}
+
+    monkeypatch.setattr(fit, "count", count)
+    monkeypatch.setattr(fit, "room_of", lambda _: int(5e9))
+
+    def start(**settings) -> tuple:
+        world, before = fake_world(), len(counts)
+        choice = fit.fit(replace(speedrun, **settings), (), world, train_gpt.Trainer)
+        return choice, world.found["memory"], len(counts) - before
+
+    choice, memory_of, counted = start(steps=1000)
+    assert counted > 1 and choice.micro_batches > speedrun.micro_batches
+    assert start(steps=1000, seed=3, name="again") == (replace(choice, seed=3, name="again"), memory_of, 0)
+    assert start(steps=1000, width=640)[2]
+    for owner, name, value in ((torch.cuda, "get_device_name", "NVIDIA H100"), (torch, "__version__", "2.0"),
+                               (fit_notes, "project_sources", lambda: {"train_gpt.py": b"pass"})):
+        with monkeypatch.context() as other:
+            other.setattr(owner, name, value if callable(value) or owner is torch else lambda *_: value)
+            assert start(steps=1000)[2] == counted
+
+
+def test_notes_that_cannot_be_read_or_written(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    first, later = Notes(GPU), Notes(GPU)
+    first.add("how much?", [1, 2])
+    assert later.find("how much?") is None      # Nothing is kept before all is done.
+    first.keep()
+    assert later.find("how much?") == [1, 2] and later.find("how many?") is None
+    file, = tmp_path.glob("triton/*/*")
+    for content in (b"[1, 2", b"\xff"):
+        file.write_bytes(content)
+        assert later.find("how much?") is None
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    assert first.find("how much?") is None
+    first.keep()
+
+
 @pytest.mark.parametrize("given", fit.COSTS)
 def test_what_is_given_stays_and_the_others_change(speedrun, given):
     tried = list(fit.choices(speedrun, (given,), 1))
@@ -221,7 +270,7 @@ def test_tools_get_what_fits_as_flags(fit_into, fitting, monkeypatch):
     """Behind the person's own settings, which stay."""
     argv = ["--data_path", fitting.config.data_path, "--micro_batches", "16"]
     monkeypatch.setattr(fit, "room_of", lambda _: int(22e9))
-    monkeypatch.setattr(fit, "Fitting", lambda *_: fitting)
+    monkeypatch.setattr(fit, "Fitting", lambda *_, **__: fitting)
     fitting.room, fitting.config = int(22e9), replace(fitting.config, micro_batches=16)
     flags = fit.fitted(argv, fake_world(), train_gpt)
     assert flags[:4] == argv and "--micro_batches" not in flags[4:]

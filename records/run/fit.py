@@ -20,6 +20,7 @@ from kernels.ranks.collectives import can_copy, ranks_here
 from records.run.ahead import Launch, compiling, no_launch
 from records.run.checks import check_machine
 from records.run.memory import Need, count
+from records.run.notes import Notes
 from records.run.settings import UserError
 
 LIMIT = "GPU_MEMORY_LIMIT_GB"           # environment: use no more than this of each GPU, in 10^9 bytes
@@ -32,23 +33,38 @@ COSTS = {"micro_batches": "which packs other batches; more are slower",
 
 
 class Fitting:
-    """Finds the first of the choices that fits, for ranks that each have `room` bytes on a GPU."""
+    """Finds the first of the choices that fits, for ranks that each have `room` bytes on a GPU.
 
-    def __init__(self, config, world, room: int, program, launch: Launch = no_launch):
-        self.config, self.world, self.room, self.program, self.launch = config, world, room, program, launch
+    What the `notes` have of earlier starts is not counted again.
+    """
+
+    def __init__(self, config, world, room: int, program, launch: Launch = no_launch,
+                 notes: Notes | None = None):
+        self.config, self.world, self.room, self.program = config, world, room, program
+        self.launch, self.notes = launch, notes
         self.copies = config.peer_copies and ranks_here() == world.size and can_copy(world.device)
         self.counted: dict[int, dict[int, Need]] = {}   # by micro-batches and val_chunk
 
     def need(self, choice) -> Need:
         """What `choice` holds at most; only its number of micro-batches takes a new count."""
-        config, ranks, micro_batches = self.config, self.world.size, choice.micro_batches
-        if micro_batches not in self.counted:
-            chunks = halvings(config.val_chunk, config.val_sequence_length)
-            self.counted[micro_batches] = count(
-                self.program, replace(config, micro_batches=micro_batches), ranks, self.world.device,
-                self.copies, candidates(choice), chunks, self.launch)
-        need = self.counted[micro_batches][choice.val_chunk]
-        return need._replace(table=need.table * choice.ngram_rows // max(config.ngram_rows, 1))
+        if choice.micro_batches not in self.counted:
+            self.counted[choice.micro_batches] = self.count(choice)
+        need = self.counted[choice.micro_batches][choice.val_chunk]
+        return need._replace(table=need.table * choice.ngram_rows // max(self.config.ngram_rows, 1))
+
+    def count(self, choice) -> dict[int, Need]:
+        """What such micro-batches as the choice's need, by the chunks of a validation."""
+        config, ranks = replace(self.config, micro_batches=choice.micro_batches), self.world.size
+        chunks, sampled = halvings(config.val_chunk, config.val_sequence_length), candidates(choice)
+        # A later run often has another seed and another name, of which memory knows nothing.
+        question = "memory", replace(config, seed=0, name=""), ranks, self.copies, sampled, chunks
+        if answer := self.notes.find(question) if self.notes else None:
+            return {chunk: Need(*need) for chunk, *need in answer}
+        counted = count(self.program, config, ranks, self.world.device, self.copies, sampled, chunks,
+                        self.launch)
+        if self.notes:
+            self.notes.add(question, [[chunk, *need] for chunk, need in counted.items()])
+        return counted
 
     def first(self, given: Collection[str]) -> tuple:
         """The first choice that fits and its need; None and the least need if there is none."""
@@ -57,7 +73,7 @@ class Fitting:
             needs.append(self.need(choice))
             if needs[-1].total(self.config.capture) <= self.room:
                 # Counted as if it had been given, it needs a little less: its rotary tables may be shorter.
-                exact = Fitting(choice, self.world, self.room, self.program)
+                exact = Fitting(choice, self.world, self.room, self.program, notes=self.notes)
                 return choice, (self if choice == self.config else exact).need(choice)
         return None, min(needs, key=lambda need: need.total(self.config.capture))
 
@@ -69,7 +85,8 @@ def fit(config, given: Collection[str], world, trainer: type):
     were `given` stay as they are: UserError if they do not fit, with some that do. Prints what it needs and
     changes, and leaves what it found in `world.found`, for the log: memory, and with `config.doctor` the
     machine's figures. On a CPU nothing has to fit. Meanwhile the kernels that the run will launch are
-    compiled, and another process begins to work out the canonical mask.
+    compiled, and another process begins to work out the canonical mask. The next start finds both kernels
+    and count in Triton's cache.
     """
     if config.canonical:
         canonical.begin(config.padded_vocab)    # The first score waits for it.
@@ -85,10 +102,12 @@ def fit(config, given: Collection[str], world, trainer: type):
         wanted = replace(config, micro_batches=max(config.micro_batches, world.size))   # one for each rank
     embedded.provide(config.data_path, world.rank, world.barrier)      # Candidates are counted in its text.
     check_machine(wanted, world.size, world.device)
+    notes = Notes(world.device)
     with compiling() as launch:
-        fitting = Fitting(wanted, world, room_of(world), sys.modules[trainer.__module__], launch)
+        fitting = Fitting(wanted, world, room_of(world), sys.modules[trainer.__module__], launch, notes)
         choice, need = fitting.first(given)
         advice = fitting.first(())[0] if choice is None else None
+    notes.keep()        # Last: a start that finds the count compiles no kernel before its launch.
     total, room = need.total(config.capture), fitting.room
     if choice is None:
         advice = f"use {' '.join(changes(config, advice))}" if advice else "none of its settings would"
