@@ -991,12 +991,12 @@ class Schedule:
         windows = (last.windows[0], self.config.val_window) if steps_done == len(self) else last.windows
         return last._replace(windows=windows, multi_token=(1.0,))
 
-    def kinds(self, steps: Iterator[Step] | None = None) -> dict[tuple, Step]:
+    def kinds(self, steps: Iterator[Step] | None = None) -> list[Step]:
         """The first step of each kind, in the run's order, of `steps` or of all."""
         first = {}
         for step in steps or self:
             first.setdefault(step.kind, step)
-        return first
+        return list(first.values())
 
 
 # ========== 6. Training ==============================================================================
@@ -1023,10 +1023,7 @@ class Trainer:
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Batch]]] = {}     # by kind of step
 
     def step(self, step: Step, batches: list[Batch]) -> Tensor:
-        """Train on this rank's micro-batches; returns the mean next-token loss over all ranks (0-dim).
-
-        The host does not wait for it.
-        """
+        """Train on this rank's micro-batches; all ranks' mean next-token loss (0-dim), not waited for."""
         # Steps of one kind differ in these numbers, which a captured step reads on the device.
         rates = self.optimizer.rates
         for number, value in ((self.optimizer.lr, step.lr), (rates.beta, step.momentum),
@@ -1091,7 +1088,7 @@ class Trainer:
 
     def rehearse(self) -> None:
         """Run every kind of step and of validation, then put everything back as it was."""
-        snapshot, kinds = self.optimizer.snapshot(), list(self.schedule.kinds().values())
+        snapshot, kinds = self.optimizer.snapshot(), self.schedule.kinds()
         # Batches come as in the run, so that the costs of first use are off the clock: 0.4 s on four GPUs.
         rehearsal = self.loader.rehearsal([step.shape for step in kinds])
         acts = [self.step]
@@ -1105,8 +1102,9 @@ class Trainer:
         del snapshot                                # Validation takes its memory.
         self.model.counts.forget()
         batch = to_device(self.validation.batches[0], self.world.device)
-        for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())).values():
-            self.model.score(batch, step)
+        with canonical.rehearsal():
+            for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())):
+                self.model.score(batch, step)
 
     def validation_points(self) -> list[int]:
         """The numbers of steps after which the model is scored."""

@@ -190,6 +190,20 @@ def test_a_model_is_scored_with_it_and_trained_without():
     assert after < before and after == pytest.approx(before + taken, rel=0.02)
 
 
+def test_a_rehearsal_does_not_wait(config, monkeypatch):
+    """The warm-up goes through a score before the pairs are known. The first real one asks for them."""
+    trainer = train_gpt.Trainer(config, train_gpt.World())
+    trainer.model.never = never = canonical.Never(config.padded_vocab, CPU)
+    monkeypatch.setattr(canonical, "gpt2_pairs", lambda columns: pytest.fail("waited"))
+    trainer.rehearse()
+    assert not never.known and not never.bits.any()
+    pairs = np.zeros(never.bits.shape, np.uint8)
+    pairs[:, 0] = 1
+    monkeypatch.setattr(canonical, "gpt2_pairs", lambda columns: pairs)
+    trainer.validate(trainer.schedule.validation(1))
+    assert never.known and never.bits[:, 0].all()
+
+
 def test_only_for_gpt2():
     with pytest.raises(UserError, match="only of GPT-2's 50257 tokens is known which never follow"):
         train_gpt.parse(["--preset", "cpu", "--canonical", "true"])

@@ -222,7 +222,7 @@ def test_what_shared_updates_send_is_listed():
     model = train_gpt.GPT(config, torch.device("meta"), collectives.Collectives(1))
     groups, schedule = train_gpt.parameter_groups(model, config), train_gpt.Schedule(config)
     text = tables_text(groups, schedule, 4)
-    kinds = [step for step in schedule.kinds().values() if step.update_adam]
+    kinds = [step for step in schedule.kinds() if step.update_adam]
     for group in ("head", "value tables"):
         for kind in ("reduce_scatter", "all_gather"):   # A line says where they start, one where they arrive.
             assert text.count(f"{kind} features of {group}") == 2 * len(kinds)

@@ -40,7 +40,7 @@ def tables_text(groups, schedule, ranks: int | None) -> str:
     config, parts, ranks = schedule.config, [], ranks or schedule.config.micro_batches
     traffic = [group.traffic(ranks) for group in groups]
     layers, shared = len(config.layers), {group.name for group in groups if group.shared}
-    for step in schedule.kinds().values():
+    for step in schedule.kinds():
         table = timetable(traffic, layers, step.adam_updated, step.update_adam, config.overlap)
         for update in table.updates:
             if update.group in shared:          # It sends these itself.

@@ -245,7 +245,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
     sample of the sampled softmax, by tokens and samples of its step. `launch`: see `Counter.counting`.
     """
     counter, peaks, schedule = Counter(), [], program.Schedule(config)
-    on_each, kinds = config.micro_batches // ranks, schedule.kinds().values()
+    on_each, kinds = config.micro_batches // ranks, schedule.kinds()
     with counter.counting(launch):
         others = OtherRanks(ranks, counter, copies)
         world = SimpleNamespace(size=ranks, rank=0, device=META, collectives=others)

@@ -98,7 +98,7 @@ def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, 
     """Account for the third step of each kind, after two that are not traced. Rank 0 writes the traces."""
     device, columns = trainer.world.device, {}
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
-    kinds = trainer.schedule.kinds().values()
+    kinds = trainer.schedule.kinds()
     for i, step in enumerate(tqdm(kinds, unit="kind", disable=trainer.world.rank > 0)):
         batches = [to_device(batch, device) for batch in trainer.loader.batches(step.index)]
         for _ in range(2):
