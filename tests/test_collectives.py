@@ -63,10 +63,10 @@ def on_threads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     here = threading.local()
 
-    def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         assert here.together, "a rank would wait here with Python's lock, which stops its watchdog"
         here.done = here.together = False
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
 
     def meet(x: torch.Tensor, group: Group) -> Memory:
         assert here.done, "the device may clear the signals after another rank's first one"
@@ -79,7 +79,7 @@ def on_threads(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: setattr(here, "done", True))
     monkeypatch.setattr(collectives.dist, "barrier", wait_for_all)
-    monkeypatch.setattr(_symmetric_memory, "empty", empty)
+    monkeypatch.setattr(collectives, "shared_memory", empty)
     monkeypatch.setattr(_symmetric_memory, "rendezvous", meet)
 
     def run(size: int, work) -> list:
@@ -134,6 +134,26 @@ def test_a_source_that_others_cannot_read_is_staged_in_one_buffer_a_length(on_th
         copies.all_reduce(torch.ones(8, dtype=torch.float64))
         return len(copies.memories)
     assert on_threads(2, work) == [3, 3]
+
+
+def test_shared_memory_is_made_without_sympy():
+    """By torch's own function, but for the allocation itself, which needs several GPUs."""
+    script = """if True:
+        import sys
+        from types import SimpleNamespace
+        import torch
+        from torch.distributed import _symmetric_memory
+        from kernels.ranks.collectives import shared_memory
+        wanted = torch.empty(3, 0, 4)
+        before = torch._prims_common.make_contiguous_strides_for
+        _symmetric_memory._SymmetricMemory = SimpleNamespace(
+            empty_strided_p2p=lambda size, stride, dtype, device: wanted.new_empty_strided(size, stride))
+        made = shared_memory((3, 0, 4), torch.float32, torch.device("cpu"))
+        assert "sympy" not in sys.modules
+        assert made.shape == wanted.shape and made.stride() == wanted.stride() == before((3, 0, 4))
+        assert before is torch._prims_common.make_contiguous_strides_for
+        """
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=120)
 
 
 def test_one_rank_starts_nothing():

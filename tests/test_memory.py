@@ -225,7 +225,8 @@ def test_a_start_finds_what_the_last_one_counted(speedrun, monkeypatch):
 
     choice, memory_of, counted = start(steps=1000)
     assert counted > 1 and choice.micro_batches > speedrun.micro_batches
-    assert start(steps=1000, seed=3, name="again") == (replace(choice, seed=3, name="again"), memory_of, 0)
+    others = dict(seed=3, name="again", runs=5)
+    assert start(steps=1000, **others) == (replace(choice, **others), memory_of, 0)
     assert start(steps=1000, width=640)[2]
     for owner, name, value in ((torch.cuda, "get_device_name", "NVIDIA H100"), (torch, "__version__", "2.0"),
                                (fit_notes, "project_sources", lambda: {"train_gpt.py": b"pass"})):

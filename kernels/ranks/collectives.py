@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from textwrap import shorten
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -142,6 +143,18 @@ def can_copy(device: torch.device) -> bool:
     return here > 1 and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
 
 
+def shared_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that other ranks may read after a rendezvous; what it holds is undefined.
+
+    torch works its strides out by functions that import sympy, which took 2.8 s of a start (2×H200).
+    """
+    from torch.distributed import _symmetric_memory  # not in every build of torch
+    strides = mock.patch.object(torch._prims_common, "make_contiguous_strides_for",
+                                lambda shape: torch.empty(shape, device="meta").stride())
+    with strides:
+        return _symmetric_memory.empty(*shape, dtype=dtype, device=device)
+
+
 class PeerCopies(Collectives):
     """Collectives by copies from other ranks' memory (`torch.distributed._symmetric_memory`), if `can_copy`.
 
@@ -169,7 +182,7 @@ class PeerCopies(Collectives):
         torch.cuda.synchronize(device)
         with with_others():
             dist.barrier(self.group)
-        x = _symmetric_memory.empty(*shape, dtype=dtype, device=device).zero_()
+        x = shared_memory(shape, dtype, device).zero_()
         # torch clears x, and the memory through which barriers signal, on the default stream, and does not
         # wait. On a rank with a long queue that would wipe out the first signal of a faster rank, which this
         # rank then awaits for ever.

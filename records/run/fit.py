@@ -56,8 +56,9 @@ class Fitting:
         """What such micro-batches as the choice's need, by the chunks of a validation."""
         config, ranks = replace(self.config, micro_batches=choice.micro_batches), self.world.size
         chunks, sampled = halvings(config.val_chunk, config.val_sequence_length), candidates(choice)
-        # A later run often has another seed and another name, of which memory knows nothing.
-        question = "memory", replace(config, seed=0, name=""), ranks, self.copies, sampled, chunks
+        # These differ from start to start, and change no size.
+        alike = replace(config, seed=0, name="", runs=1)
+        question = "memory", alike, ranks, self.copies, sampled, chunks
         if answer := self.notes.find(question) if self.notes else None:
             return {chunk: Need(*need) for chunk, *need in answer}
         counted = count(self.program, config, ranks, self.world.device, self.copies, sampled, chunks,
