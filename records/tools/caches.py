@@ -3,7 +3,7 @@
     python -m records.tools.caches pack kernels.tar.gz         after a run
     python -m records.tools.caches unpack kernels.tar.gz       on another machine, before its first run
 
-A start takes 25 s on one H200 with empty caches and 17 s with full ones (one start each). The file has the
+A start takes 27 s on one H200 with empty caches and 12 s with full ones (one start each). The file has the
 caches of Inductor, Triton and FlashAttention-4, whichever program filled them. It fits machines with the same
 kind of GPU and the same versions; others are refused, since they would compile anew all the same.
 
