@@ -1102,7 +1102,7 @@ class Trainer:
         del snapshot                                # Validation takes its memory.
         self.model.counts.forget()
         batch = to_device(self.validation.batches[0], self.world.device)
-        with canonical.rehearsal():
+        with canonical.without_waiting():
             for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())):
                 self.model.score(batch, step)
 

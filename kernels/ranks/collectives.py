@@ -144,13 +144,14 @@ def can_copy(device: torch.device) -> bool:
 
 
 def shared_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that other ranks may read after a rendezvous; what it holds is undefined.
+    """A tensor that other ranks may read after a rendezvous. torch may still be clearing it.
 
-    torch works its strides out by functions that import sympy, which took 2.8 s of a start (2×H200).
+    torch finds its strides by functions for symbolic sizes, whose import of sympy took 2.8 s of a start
+    (2×H200). Here they are those of a meta tensor.
     """
     from torch.distributed import _symmetric_memory  # not in every build of torch
     strides = mock.patch.object(torch._prims_common, "make_contiguous_strides_for",
-                                lambda shape: torch.empty(shape, device="meta").stride())
+                                lambda shape: torch.empty(shape, device="meta").stride(), create=True)
     with strides:
         return _symmetric_memory.empty(*shape, dtype=dtype, device=device)
 

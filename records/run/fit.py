@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from data import canonical, embedded
 from data.packing import round_up, sample_parts
 from data.shards import open_shard, shards_in
 from kernels.ranks.collectives import can_copy, ranks_here
-from records.run.ahead import Launch, compiling, no_launch
+from records.run.ahead import Launch, compiling, hash_triton, no_launch
 from records.run.checks import check_machine
 from records.run.memory import Need, count
 from records.run.notes import Notes
@@ -56,9 +57,9 @@ class Fitting:
         """What such micro-batches as the choice's need, by the chunks of a validation."""
         config, ranks = replace(self.config, micro_batches=choice.micro_batches), self.world.size
         chunks, sampled = halvings(config.val_chunk, config.val_sequence_length), candidates(choice)
-        # These differ from start to start, and change no size.
-        alike = replace(config, seed=0, name="", runs=1)
-        question = "memory", alike, ranks, self.copies, sampled, chunks
+        alike = replace(config, seed=0, name="", runs=1)    # These change no size.
+        program = Path(self.program.__file__).read_bytes()  # It may be another one than ours.
+        question = "memory", program, alike, ranks, self.copies, sampled, chunks
         if answer := self.notes.find(question) if self.notes else None:
             return {chunk: Need(*need) for chunk, *need in answer}
         counted = count(self.program, config, ranks, self.world.device, self.copies, sampled, chunks,
@@ -85,12 +86,12 @@ def fit(config, given: Collection[str], world, trainer: type):
     Where `micro_batches` was not given, each rank has at least one, if they divide the batches. Settings that
     were `given` stay as they are: UserError if they do not fit, with some that do. Prints what it needs and
     changes, and leaves what it found in `world.found`, for the log: memory, and with `config.doctor` the
-    machine's figures. On a CPU nothing has to fit. Meanwhile the kernels that the run will launch are
-    compiled, and another process begins to work out the canonical mask. The next start finds both kernels
-    and count in Triton's cache.
+    machine's figures. On a CPU nothing has to fit. Another process begins to work out the canonical mask.
+    Meanwhile the kernels that the run will launch are compiled, unless an earlier start has left them and the
+    count in Triton's cache.
     """
     if config.canonical:
-        canonical.begin(config.padded_vocab)    # The first score waits for it.
+        canonical.begin(config.padded_vocab)    # The first score that counts waits for it.
     if config.doctor:
         from records.tools import doctor  # a program of its own, which few runs need
         world.found["doctor"] = doctor.figures(world)
@@ -98,6 +99,7 @@ def fit(config, given: Collection[str], world, trainer: type):
             print(f"doctor: {finding}")
     if world.device.type != "cuda":
         return config
+    hash_triton()
     wanted = config
     if "micro_batches" not in given and can_split(config, world.size):
         wanted = replace(config, micro_batches=max(config.micro_batches, world.size))   # one for each rank
@@ -108,7 +110,7 @@ def fit(config, given: Collection[str], world, trainer: type):
         fitting = Fitting(wanted, world, room_of(world), sys.modules[trainer.__module__], launch, notes)
         choice, need = fitting.first(given)
         advice = fitting.first(())[0] if choice is None else None
-    notes.keep()        # Last: a start that finds the count compiles no kernel before its launch.
+    notes.keep()        # Behind the kernels: a start that finds the count compiles none ahead of its launch.
     total, room = need.total(config.capture), fitting.room
     if choice is None:
         advice = f"use {' '.join(changes(config, advice))}" if advice else "none of its settings would"

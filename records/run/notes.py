@@ -4,6 +4,8 @@ So one folder, and one file of `./run.sh caches`, holds all that makes the next 
 """
 import hashlib
 import json
+import sys
+from pathlib import Path
 
 import torch
 
@@ -14,11 +16,14 @@ FILE = "notes.json"
 
 
 class Notes:
-    """Answers for these sources, these versions and this kind of GPU. What cannot be read is not there."""
+    """Answers for these sources, these versions and this kind of GPU. What cannot be read is not there.
+
+    Triton's cache may be a folder or, by the user's choice, something else, with errors of its own.
+    """
 
     def __init__(self, device: torch.device):
         sources = hash_sources(project_sources())
-        self.about = sources, torch.__version__, version("triton"), device_name(device)
+        self.about = sources, sys.version, torch.__version__, version("triton"), device_name(device)
         self.new: list[tuple[object, object]] = []
 
     def place(self, question: object):
@@ -29,9 +34,9 @@ class Notes:
     def find(self, question: object) -> object:
         """The answer as JSON has it, or None."""
         try:
-            with open(self.place(question).get_file(FILE) or "") as file:
-                return json.load(file)
-        except (OSError, ValueError):
+            path = self.place(question).get_file(FILE)
+            return json.loads(Path(path).read_text()) if path else None
+        except Exception:
             return None
 
     def add(self, question: object, answer: object) -> None:
@@ -39,9 +44,9 @@ class Notes:
         self.new.append((question, answer))
 
     def keep(self) -> None:
-        """Write all that was added. A folder that cannot be written keeps nothing; nobody needs it to."""
+        """Write all that was added. What a cache does not take will be asked again."""
         for question, answer in self.new:
             try:
                 self.place(question).put(json.dumps(answer), FILE, binary=False)
-            except OSError:
+            except Exception:
                 pass
