@@ -226,7 +226,9 @@ def test_a_start_finds_what_the_last_one_counted(speedrun, monkeypatch):
 
     choice, memory_of, counted = start(steps=1000)
     assert counted > 1 and choice.micro_batches > speedrun.micro_batches
-    others = dict(seed=3, name="again", runs=5)
+    others = dict(seed=3, name="again", runs=5, target=3.0, muon_lr=0.1, muon_decay=0.1, adam_lr=0.1,
+                  adam_decay=0.1, value_lr=1.0, ngram_lr=1.0, cooldown=0.1, final_lr=0.1)
+    assert others.keys() == {*fit.SIZELESS}
     assert start(steps=1000, **others) == (replace(choice, **others), memory_of, 0)
     assert start(steps=1000, width=640)[2]
     for owner, name, value in ((torch.cuda, "get_device_name", "NVIDIA H100"), (torch, "__version__", "2.0"),

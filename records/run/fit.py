@@ -29,6 +29,9 @@ LIMIT = "GPU_MEMORY_LIMIT_GB"           # environment: use no more than this of 
 # and NCCL's buffers. Not measured.
 OUTSIDE = 1_500_000_000
 SHORTEST = 2 ** 20                      # rows of an n-gram table; a shorter one is hardly worth its time
+# Settings that often differ from start to start and change no size. They are no part of a note's question.
+SIZELESS = ("seed", "name", "runs", "target", "muon_lr", "muon_decay", "adam_lr", "adam_decay", "value_lr",
+            "ngram_lr", "cooldown", "final_lr")
 COSTS = {"micro_batches": "which packs other batches; more are slower",
          "ngram_rows": "a shorter table, whose loss is higher", "val_chunk": "which changes no result"}
 
@@ -57,7 +60,7 @@ class Fitting:
         """What such micro-batches as the choice's need, by the chunks of a validation."""
         config, ranks = replace(self.config, micro_batches=choice.micro_batches), self.world.size
         chunks, sampled = halvings(config.val_chunk, config.val_sequence_length), candidates(choice)
-        alike = replace(config, seed=0, name="", runs=1)    # These change no size.
+        alike = replace(config, **dict.fromkeys(SIZELESS))
         program = Path(self.program.__file__).read_bytes()  # It may be another one than ours.
         question = "memory", program, alike, ranks, self.copies, sampled, chunks
         if answer := self.notes.find(question) if self.notes else None:
