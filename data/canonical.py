@@ -115,7 +115,8 @@ def gpt2_pairs(columns: int) -> np.ndarray:
     pairs = np.empty((GPT2_SIZE, columns // 8), np.uint8)
     with begin(columns) as process:
         size = process.stdout.readinto(pairs.data.cast("B"))
-    return pairs if size == pairs.nbytes else impossible_pairs(gpt2_tokens(), columns)
+    whole = size == pairs.nbytes and not process.returncode
+    return pairs if whole else impossible_pairs(gpt2_tokens(), columns)
 
 
 class Never:

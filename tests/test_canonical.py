@@ -77,11 +77,16 @@ def never() -> np.ndarray:
     return gpt2_pairs(COLUMNS)
 
 
-def test_without_another_process_this_one_works_the_pairs_out(monkeypatch):
-    """Once, also where the pairs are asked for again."""
-    monkeypatch.setattr(canonical.sys, "executable", "false")
-    monkeypatch.setattr(canonical, "impossible_pairs", lambda tokens, columns: [len(tokens), columns])
-    assert gpt2_pairs(16) is gpt2_pairs(16) and gpt2_pairs(16) == [GPT2_SIZE - 1, 16]
+@pytest.mark.parametrize(("columns", "script"), [
+    (16, "exit 1"), (24, f"head -c {3 * GPT2_SIZE} /dev/zero; exit 1"), (32, "head -c 9 /dev/zero")])
+def test_without_another_process_this_one_works_the_pairs_out(tmp_path, monkeypatch, columns, script):
+    """Where it fails, also behind its last byte, or writes too little. Asking again takes no time."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(canonical.sys, "executable", str(program))
+    monkeypatch.setattr(canonical, "impossible_pairs", lambda tokens, size: [len(tokens), size])
+    assert gpt2_pairs(columns) is gpt2_pairs(columns) and gpt2_pairs(columns) == [GPT2_SIZE - 1, columns]
 
 
 def test_pairs_of_gpt2(never):
