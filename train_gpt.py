@@ -183,8 +183,7 @@ class Config:
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
     gate_channels: Size = 12        # A gate sees 12 channels of a token, or 6 of x and 6 of its value row.
-    # Each embedding gets a gated share of the one before, which frees heads that only looked one token back
-    # (@ClassicLarry #130). A: 0.004, 0.6 s.
+    # Embeddings get a gated share of the last one, which frees heads (@ClassicLarry #130). A: 0.004, 0.6 s.
     smear: bool = True
     # With a long window a key's half without position comes from the token before: one layer can find what
     # followed a token last time, which is induction (@ClassicLarry #169). A: 0.008, 1.3 s.
@@ -200,7 +199,8 @@ class Config:
     # second and a third next token (Gloeckle et al., arXiv 2404.19737; @varunneal #178). A: 0.010, 1.6 s.
     stages: tuple[Stage, ...] = SPEEDRUN_STAGES
     steps: Steps = 1270             # of all stages together
-    extra_steps: Steps = 15         # after them, at the last stage's final values and with all logits
+    extra_steps: Steps = 15         # after them, at the last stage's final values
+    extra_samples: Count = 0        # the extra steps' `softmax_samples`
     window_block: Blocks = 128      # tokens
     final_windows: tuple[Blocks, Blocks] = (6, 13)    # windows of the extra steps, in blocks
     cooldown: Share = 0.6           # the share of the steps over which the learning rate falls linearly
@@ -231,8 +231,7 @@ class Config:
     ngram_beta2: Beta = 0.99        # of an n-gram row's mean squares
     ngram_block: Positive = 16      # neighbouring columns of an n-gram row share a mean square; worth 0.005
     adam_decay: Factor = 0.005      # times adam_lr squared, and the group's two multipliers
-    # At the end weights are mixed with their moving averages, which are less noisy (record 92 of the public
-    # speedrun). Worth 0.004, and 0.009 together with a slower cooldown, by one run each.
+    # At the end weights are mixed with their moving averages (record 92 of the public speedrun). Worth 0.004.
     average_steps: Count = 0        # the last steps, whose weights are averaged; 0: none
     average_every: Positive = 5     # steps
     average_share: Share = 0.65     # of the average in the mixture
@@ -561,8 +560,9 @@ class GPT(nn.Module):
 
     def sort(self, index: Tensor) -> embedding.RowOrder:
         """Rows to look up, sorted if a kernel's backward pass will need the order."""
-        kernel = self.ops.lookup is embedding.lookup and torch.is_grad_enabled()
-        return embedding.sort_beside(index) if kernel else embedding.unsorted(index)
+        if self.ops.lookup is embedding.lookup and torch.is_grad_enabled():
+            return embedding.sort_beside(index)
+        return embedding.unsorted(index)
 
     def attend(self, i: int, stream: mlp.Residual, context: Context) -> Tensor:
         """The update (n, width) of layer i's attention, which reads the norm of `stream`."""
@@ -571,7 +571,7 @@ class GPT(nn.Module):
         scale_qkv, scale_out = context.attention_scalars[i].unbind()
         if i not in transit.fp8_weights:
             transit.fp8_weights[i] = self.make_fp8_weights(i, scale_qkv)
-        ngram_values, value_rows = context.ngrams.values(i), None
+        value_rows = None
         if (place := self.value_index.get(i)) is not None:
             rows = self.ops.lookup(self.value_tables[place], context.by_token)
             value_rows = attention.ValueRows(rows, context.value_gates[place])
@@ -579,7 +579,7 @@ class GPT(nn.Module):
         projection = attention.Projection(
             w_qkv, scale_qkv, gradient_of(w_qkv, transit.accumulate), transit.fp8_weights[i][0])
         shape = attention.HeadShape(config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
-        q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, ngram_values, shape)
+        q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, context.ngrams.values(i), shape)
         window = context.step.windows[layer.long_window] * config.window_block
         y = self.attention(q, k, v, context.sequences, window, context.attention_scale)
         grad = gradient_of(w_out, transit.accumulate)
@@ -593,15 +593,16 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
         """Both losses from what the head sees; with candidates, over a sample of the vocabulary."""
-        ops, in_fp8, weights = self.ops, "head" in self.fp8, self.loss_weights[:len(context.step.multi_token)]
+        ops, in_fp8 = self.ops, "head" in self.fp8
         mixture = self.copy_head.mixture(x, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
         mixture = self.counts.mixed(mixture, batch, context.positions.is_start)
-        wanted = loss.Targets(batch.targets, context.positions.is_start, weights, mixture,
-                              loss.ruled_out(self.never, batch.tokens))
+        wanted = loss.Targets(
+            batch.targets, context.positions.is_start, self.loss_weights[:len(context.step.multi_token)],
+            mixture, loss.ruled_out(self.never, batch.tokens))
         if not len(batch.candidates):
             return ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
         return loss.sampled_head_loss(
-            ops.head_loss, ops.lookup, x, self.head, wanted, *batch.sample, in_fp8)
+            ops.head_loss, ops.lookup, self.sort, x, self.head, wanted, batch.sample, in_fp8)
 
     def weights(self, i: int) -> tuple[nn.Parameter, ...]:
         """Layer i's matrices: Q, K and V stacked, O, MLP-in and MLP-out."""
@@ -729,8 +730,8 @@ class Shard:
             for whole, own in self.places:
                 self.own_weights[own] = self.all_weights[whole].chunk(ranks)[world.rank]
             self.own_grads = torch.zeros_like(self.own_weights)
-        in_halves = first.dtype == torch.bfloat16
-        self.mantissa_bits = torch.zeros_like(self.own_weights, dtype=torch.int16) if in_halves else None
+        self.mantissa_bits = (torch.zeros_like(self.own_weights, dtype=torch.int16)
+                              if first.dtype == torch.bfloat16 else None)
         self.momentum = torch.zeros_like(self.own_weights, dtype=torch.float32)
         self.second = torch.zeros_like(self.momentum[..., :1] if unit else self.momentum)
         self.slow: Tensor | None = None     # NorMuon's second average of the gradients
@@ -978,7 +979,8 @@ class Schedule:
         warm = min(index / c.momentum_warmup, (len(self) - 1 - index) / c.momentum_cooldown, 1.0)
         start, whole = c.slow_from
         slow = min(max((index / len(self) - start) / max(whole - start, 1e-9), 0.0), 1.0)
-        windows, samples = (stage.windows, stage.softmax_samples) if index < c.steps else (c.final_windows, 0)
+        windows, samples = (stage.windows, stage.softmax_samples) if index < c.steps else (
+            c.final_windows, c.extra_samples)
         return Step(
             index, stage.batch_tokens, stage.sequence_length, windows, multi_token, samples,
             update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,

@@ -12,7 +12,6 @@ The token embedding, the head's rows of a sampled softmax, the value embeddings 
 from kernels.embedding.row_sums import add_rows, add_rows_reference
 from kernels.embedding.rows import (
     RowOrder,
-    already_sorted,
     lookup,
     lookup_reference,
     sort_beside,

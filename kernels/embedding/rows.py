@@ -67,11 +67,6 @@ def unsorted(index: Tensor) -> RowOrder:
     return RowOrder(index)
 
 
-def already_sorted(index: Tensor) -> RowOrder:
-    """The order of an index (n,) int32 that ascends without repeats, as a sampled softmax's candidates do."""
-    return RowOrder(index, index, torch.arange(len(index), device=index.device))
-
-
 @triton.jit
 def take_rows_kernel(out_ptr, table_ptr, index_ptr, n, width, table_stride,
                      POSITIONS: tl.constexpr, COLUMNS: tl.constexpr):

@@ -22,6 +22,7 @@ memory. One H200, 16,384 × 50,304, three targets, FP8 gradient and its transpos
 """
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,10 @@ def cross_entropy_reference(
     dtype = torch.promote_types(logits.dtype, torch.float32)
     sigma = torch.sigmoid((logits.to(dtype) + SHIFT) / WIDTH)
     weight = weights.to(dtype) * (targets >= 0)  # (tokens, k)
-    log_counts = 0 if candidate_weights is None else candidate_weights.to(dtype).log()
+    log_counts = 0
+    if candidate_weights is not None:
+        part = len(logits) // len(candidate_weights)
+        log_counts = candidate_weights.to(dtype).log().repeat_interleave(part, 0)
     scores = CAP * sigma + log_counts
     scores = scores if never is None else scores.masked_fill(set_bits(never, logits.shape[1]), -NEVER)
     log_p = torch.log_softmax(scores, dim=-1)
@@ -73,7 +77,7 @@ def set_bits(never: Tensor, columns: int) -> Tensor:
 
 
 def check_inputs(logits: Tensor, targets: Tensor, weights: Tensor, grad: Tensor | None,
-                 transposed: Tensor | None, scale: Tensor | None, by_column: Tensor | None,
+                 transposed: Tensor | None, scale: Tensor | None, counts: Tensor | None,
                  by_row: tuple[Tensor | None, ...]) -> None:
     check(logits.ndim == 2 and logits.stride(1) == 1 and logits.shape[1] < 2**31, "logits", logits,
           "(tokens, vocabulary) with contiguous rows")
@@ -85,19 +89,22 @@ def check_inputs(logits: Tensor, targets: Tensor, weights: Tensor, grad: Tensor 
           "weights", weights, f"contiguous float32 ({targets.shape[1]},)")
     check(grad is None or grad.shape == logits.shape and grad.stride(1) == 1, "grad", grad,
           "like logits, or None")
-    check(transposed is None or grad is not None and transposed.shape == (vocabulary, tokens)
+    check(counts is None or counts.ndim == 2 and counts.shape[1] == vocabulary and len(counts) > 0
+          and tokens % len(counts) == 0 and counts.dtype == torch.float32 and counts.is_contiguous(),
+          "candidate_weights", counts, f"contiguous float32 (parts, {vocabulary}) of {tokens} tokens")
+    parts = 1 if counts is None else len(counts)
+    check(transposed is None or grad is not None and transposed.shape == (parts * vocabulary, tokens // parts)
           and transposed.stride(1) == 1 and transposed.dtype == grad.dtype, "transposed", transposed,
-          "(vocabulary, tokens) of grad's dtype, and given only with grad")
+          f"({parts * vocabulary}, {tokens // parts}) of grad's dtype, and given only with grad")
     check(scale is None or scale.numel() == 1 and scale.dtype == torch.float32, "scale", scale,
           "one float32, or None")
     never, eighth = by_row[2], -(-vocabulary // 8)
     check(never is None or never.shape == (tokens, eighth) and never.dtype == torch.uint8
           and never.is_contiguous() and grad is None and targets.shape[1] == 1, "never", never,
           f"contiguous uint8 ({tokens}, {eighth}) for one target without gradient, or None")
-    for name, x, length in (("candidate_weights", by_column, vocabulary), ("log_odds", by_row[0], tokens),
-                            ("share", by_row[1], tokens)):
-        check(x is None or x.shape == (length,) and x.dtype == torch.float32 and x.is_contiguous(), name, x,
-              f"contiguous float32 ({length},), or None")
+    for name, x in (("log_odds", by_row[0]), ("share", by_row[1])):
+        check(x is None or x.shape == (tokens,) and x.dtype == torch.float32 and x.is_contiguous(), name, x,
+              f"contiguous float32 ({tokens},), or None")
 
 
 def cross_entropy(
@@ -105,9 +112,11 @@ def cross_entropy(
     targets: Tensor,  # (tokens, k) int32 or int64, contiguous, k <= 4; -1 is ignored, >= vocabulary gives NaN
     weights: Tensor,  # (k,) float32 on the device: the loss weight of each target
     grad: Tensor | None = None,  # (tokens, vocabulary): receives ∂Σloss/∂logits / scale; may be `logits`
-    transposed: Tensor | None = None,  # (vocabulary, tokens), of grad's dtype: receives gradᵀ
+    # (parts · vocabulary, tokens / parts), of grad's dtype: receives gradᵀ of each part, one below the other
+    transposed: Tensor | None = None,
     scale: Tensor | None = None,  # one float32 on the device
-    candidate_weights: Tensor | None = None,  # (vocabulary,) float32: times e^s; 1 for every target
+    # (parts, vocabulary) float32, of so many equal parts of the tokens: times e^s; 1 for every target
+    candidate_weights: Tensor | None = None,
     log_odds: Tensor | None = None,  # (tokens,) float32: of the first target by another source; -inf: none
     share: Tensor | None = None,  # (tokens,) float32: receives that source's share, if there is a grad
     never: Tensor | None = None,  # (tokens, ceil(vocabulary / 8)) uint8: bits of tokens that cannot come next
@@ -117,6 +126,8 @@ def cross_entropy(
     check_inputs(logits, targets, weights, grad, transposed, scale, candidate_weights,
                  (log_odds, share, never))
     (tokens, vocabulary), k, weighted = logits.shape, targets.shape[1], candidate_weights is not None
+    parts = len(candidate_weights) if weighted else 1
+    part = tokens // parts
     losses = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     if tokens == 0:
         return losses
@@ -126,31 +137,32 @@ def cross_entropy(
         share = losses.new_empty(tokens)
     loss_kernel[(tokens,)](
         logits, targets, weights, candidate_weights, log_odds, never, losses, weight_over_sum, sigma, share,
-        vocabulary, (logits.stride(0), 0 if never is None else never.stride(0)), SOFTCAP=SOFTCAP, NEVER=NEVER,
-        WEIGHTED=weighted, MIXED=mixed, MASKED=never is not None, TARGETS=k, GRADIENT=grad is not None,
-        BLOCK=1024, num_warps=4)
+        part, vocabulary, (logits.stride(0), 0 if never is None else never.stride(0)), SOFTCAP=SOFTCAP,
+        NEVER=NEVER, WEIGHTED=weighted, MIXED=mixed, MASKED=never is not None, TARGETS=k,
+        GRADIENT=grad is not None, BLOCK=1024, num_warps=4)
     if grad is not None:
         rows, columns, warps = tuned or CONFIGS[transposed is not None]
         form = dict(SOFTCAP=SOFTCAP, SCALED=scale is not None, TRANSPOSE=transposed is not None)
         rough = grad.element_size() == 1 and grad.is_cuda  # the interpreter runs no PTX
         transposed_stride = 0 if transposed is None else transposed.stride(0)
-        gradient_kernel[(triton.cdiv(tokens, rows) * triton.cdiv(vocabulary, columns),)](
-            logits, candidate_weights, weight_over_sum, grad, transposed, scale, tokens, vocabulary,
+        gradient_kernel[(parts * triton.cdiv(part, rows) * triton.cdiv(vocabulary, columns),)](
+            logits, candidate_weights, weight_over_sum, grad, transposed, scale, part, vocabulary,
             (logits.stride(0), grad.stride(0), transposed_stride),
             **form, WEIGHTED=weighted, ROUGH=rough, ROWS=rows, COLUMNS=columns, num_warps=warps)
         target_kernel[(triton.cdiv(tokens, 128),)](
-            targets, weights, weight_over_sum, sigma, grad, transposed, scale, tokens, vocabulary,
+            targets, weights, weight_over_sum, sigma, grad, transposed, scale, tokens, part, vocabulary,
             grad.stride(0), transposed_stride, **form, TARGETS=k, BLOCK=128, num_warps=4)
     return losses
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
     """The loss alone, with its gradient in `dtype`, and on GPUs with one in FP8 and its transpose."""
-    def inputs(tokens: int, vocabulary: int, k: int, sampled: bool, masked: bool) -> tuple:
-        seen = vocabulary // 2 if sampled else vocabulary
+    def inputs(tokens: int, vocabulary: int, parts: int, k: int, masked: bool) -> tuple:
+        seen = vocabulary // 2 if parts else vocabulary
         weights, scale = (torch.tensor(x, device=device) for x in ([1.0, 0.5, 0.25][:k], 0.75 / 448))
         targets = torch.randint(seen, (tokens, k), device=device)
-        counts = torch.where(torch.arange(vocabulary, device=device) < seen, 1.0, 4.0) if sampled else None
+        counts = torch.where(torch.arange(vocabulary, device=device) < seen, 1.0, 4.0)
+        counts = counts.repeat(parts, 1) if parts else None
         logits = (torch.randn(tokens, vocabulary, device=device) * 4).to(dtype)
         bits = torch.randint(256, (tokens, -(-vocabulary // 8)), device=device, dtype=torch.uint8)
         never = bits & bits.roll(1, 0) & bits.roll(2, 0) if masked else None     # an eighth of them
@@ -158,30 +170,35 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
 
     def kernel(logits, targets, weights, scale, counts, never, out: torch.dtype | None, tuned=None):
         grad = None if out is None else torch.empty_like(logits, dtype=out)
-        transposed = grad.new_empty(logits.shape[::-1]) if out == torch.float8_e5m2 else None
+        parts = 1 if counts is None else len(counts)
+        shape = parts * logits.shape[1], len(logits) // parts
+        transposed = grad.new_empty(shape) if out == torch.float8_e5m2 else None
         losses = cross_entropy(
             logits, targets, weights, grad, transposed, scale, counts, never=never, tuned=tuned)
         return losses, grad, transposed
 
     def reference(logits, targets, weights, scale, counts, never, out: torch.dtype | None, both: bool):
         losses, grad = cross_entropy_reference(logits, targets, weights, scale, out, counts, None, never)
-        return losses, grad, grad.mT.contiguous() if both else None
+        parts = 1 if counts is None else len(counts)
+        return losses, grad, grad.unflatten(0, (parts, -1)).mT.flatten(0, 1) if both else None
 
     real = size == "real"
     fp8_too = real or device.type == "cuda"  # The interpreter miscomputes small numbers in e5m2.
-    shapes = [(16384, 50304), (49152, 50304), (49152, 16384)] if real else [(5, 100), (3, 2100)]
+    shapes = [(5, 100, 0), (6, 2100, 3)]
+    if real:
+        shapes = [(16384, 50304, 0), (49152, 50304, 0), (98304, 7168, 12)]
     forms = [(1, None, False, False), (1, None, False, True), (3, dtype, False, False)]
     forms += [(3, torch.float8_e5m2, True, False)] * fp8_too
-    for (tokens, vocabulary), (k, out, both, masked) in ((shape, form) for shape in shapes for form in forms):
-        sampled = vocabulary in (16384, 2100)
+    for (tokens, vocabulary, parts), (k, out, both, masked) in product(shapes, forms):
         kind = "loss only" + ", masked" * masked
         if out is not None:
             kind = f"gradient {out}{' + transpose' * both}".replace("torch.", "")
         yield Example(
-            f"cross-entropy{' of a sample' * sampled}, {k} targets, {kind}", f"{tokens:,} × {vocabulary:,}",
-            partial(inputs, tokens, vocabulary, k, sampled, masked), partial(kernel, out=out),
+            f"cross-entropy{f' of {parts} samples' if parts else ''}, {k} targets, {kind}",
+            f"{tokens:,} × {vocabulary:,}",
+            partial(inputs, tokens, vocabulary, parts, k, masked), partial(kernel, out=out),
             partial(reference, out=out, both=both),
             bytes=tokens * vocabulary * (2.0 + (out.itemsize * (1 + both) if out else 0)),
             exact=partial(reference, out=out and torch.float64, both=both),
-            check_inputs=partial(inputs, min(tokens, 1024), vocabulary, k, sampled, masked),
+            check_inputs=partial(inputs, min(tokens, 64 * max(parts, 16)), vocabulary, parts, k, masked),
             configs=tuple(CONFIGS))

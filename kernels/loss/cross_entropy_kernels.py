@@ -9,6 +9,8 @@ targets and the counts c of the candidates the gradient of Σ_k w_k l_k is
 `sigma`. Where the first target's probability is mixed (MIXED), the other source's share h of the mixture is
 left in `share`; the gradient of the logits is that of the logits alone. With MASKED the sum leaves out the
 tokens whose bits are set in `never`, and the score s of such a target is -NEVER.
+
+The tokens lie in equal parts of `part` tokens. Each part has counts of its own, and a transpose of its own.
 """
 from kernels.backend import tl, triton
 
@@ -53,7 +55,7 @@ def scaled_slope(sigma, scale_ptr, CAP: tl.constexpr, WIDTH: tl.constexpr, SCALE
 
 @triton.jit
 def loss_kernel(logits_ptr, targets_ptr, weights_ptr, counts_ptr, odds_ptr, never_ptr, losses_ptr,
-                weight_over_sum_ptr, sigma_ptr, share_ptr, vocabulary, strides, SOFTCAP: tl.constexpr,
+                weight_over_sum_ptr, sigma_ptr, share_ptr, part, vocabulary, strides, SOFTCAP: tl.constexpr,
                 NEVER: tl.constexpr, WEIGHTED: tl.constexpr, MIXED: tl.constexpr, MASKED: tl.constexpr,
                 TARGETS: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     CAP: tl.constexpr = SOFTCAP[0]
@@ -62,6 +64,8 @@ def loss_kernel(logits_ptr, targets_ptr, weights_ptr, counts_ptr, odds_ptr, neve
     token = tl.program_id(0).to(tl.int64)
     logits_stride, never_stride = strides
     logits_ptr += token * logits_stride
+    if WEIGHTED:
+        counts_ptr += token // part * vocabulary
     block = tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
@@ -105,7 +109,7 @@ def loss_kernel(logits_ptr, targets_ptr, weights_ptr, counts_ptr, odds_ptr, neve
 
 
 @triton.jit
-def gradient_kernel(logits_ptr, counts_ptr, weight_over_sum_ptr, grad_ptr, transposed_ptr, scale_ptr, tokens,
+def gradient_kernel(logits_ptr, counts_ptr, weight_over_sum_ptr, grad_ptr, transposed_ptr, scale_ptr, part,
                     vocabulary, strides, SOFTCAP: tl.constexpr, WEIGHTED: tl.constexpr, ROUGH: tl.constexpr,
                     SCALED: tl.constexpr, TRANSPOSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     CAP: tl.constexpr = SOFTCAP[0]
@@ -113,27 +117,31 @@ def gradient_kernel(logits_ptr, counts_ptr, weight_over_sum_ptr, grad_ptr, trans
     WIDTH: tl.constexpr = SOFTCAP[2]
     logits_stride, grad_stride, transposed_stride = strides
     column_tiles = tl.cdiv(vocabulary, COLUMNS)
-    token = (tl.program_id(0) // column_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    row_tile, row_tiles = tl.program_id(0) // column_tiles, tl.cdiv(part, ROWS)     # No tile has two parts.
+    in_part = (row_tile % row_tiles * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    number = (row_tile // row_tiles).to(tl.int64)   # of the part
+    token = number * part + in_part
     column = (tl.program_id(0) % column_tiles * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
-    inside = (token < tokens) & (column < vocabulary)
+    inside = (in_part < part) & (column < vocabulary)
     z = tl.load(logits_ptr + token * logits_stride + column, mask=inside, other=0.0)
     sigma = rough_sigmoid(z, SHIFT, WIDTH) if ROUGH else sigmoid(z, SHIFT, WIDTH)
-    weight_over_sum = tl.load(weight_over_sum_ptr + token, mask=token < tokens, other=0.0)
+    weight_over_sum = tl.load(weight_over_sum_ptr + token, mask=in_part < part, other=0.0)
     grad = weight_over_sum * exp_below_cap(sigma, CAP) * scaled_slope(sigma, scale_ptr, CAP, WIDTH, SCALED)
     if WEIGHTED:
-        grad *= tl.load(counts_ptr + column, mask=column < vocabulary, other=0.0)
+        grad *= tl.load(counts_ptr + number * vocabulary + column, mask=column < vocabulary, other=0.0)
     grad = grad.to(grad_ptr.dtype.element_ty)
     tl.store(grad_ptr + token * grad_stride + column, grad, mask=inside)
     if TRANSPOSE:
         # Read back from the cache: otherwise the compiler computes everything again, transposed.
         tl.debug_barrier()
         grad = tl.load(grad_ptr + token * grad_stride + column, mask=inside)
-        tl.store(transposed_ptr + column * transposed_stride + token, grad, mask=inside)
+        row = number * vocabulary + column
+        tl.store(transposed_ptr + row * transposed_stride + in_part, grad, mask=inside)
 
 
 @triton.jit
 def target_kernel(targets_ptr, weights_ptr, weight_over_sum_ptr, sigma_ptr, grad_ptr, transposed_ptr,
-                  scale_ptr, tokens, vocabulary, grad_stride, transposed_stride, SOFTCAP: tl.constexpr,
+                  scale_ptr, tokens, part, vocabulary, grad_stride, transposed_stride, SOFTCAP: tl.constexpr,
                   TARGETS: tl.constexpr, SCALED: tl.constexpr, TRANSPOSE: tl.constexpr, BLOCK: tl.constexpr):
     CAP: tl.constexpr = SOFTCAP[0]
     WIDTH: tl.constexpr = SOFTCAP[2]
@@ -152,4 +160,5 @@ def target_kernel(targets_ptr, weights_ptr, weight_over_sum_ptr, sigma_ptr, grad
         known = inside & (target >= 0) & (target < vocabulary)
         tl.store(grad_ptr + token * grad_stride + target, grad, mask=known)
         if TRANSPOSE:
-            tl.store(transposed_ptr + target * transposed_stride + token, grad, mask=known)
+            row = token // part * vocabulary + target
+            tl.store(transposed_ptr + row * transposed_stride + token % part, grad, mask=known)

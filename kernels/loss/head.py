@@ -48,15 +48,6 @@ class Targets(NamedTuple):
     # (n, rows of the head / 8) uint8: bits of tokens that cannot come next, where there are no gradients
     never: Tensor | None = None
 
-    def parts(self, count: int) -> "list[Targets]":
-        """Of so many equal parts of the tokens, in training, where `never` is None.
-
-        A part does not see the next one's targets.
-        """
-        each = zip(*(x.chunk(count) for x in (self.targets, self.is_start, *(self.mixture or ()))))
-        return [Targets(targets, is_start, self.weights, Mixture(*mixture) if mixture else None)
-                for targets, is_start, *mixture in each]
-
     def ahead(self) -> list[Tensor]:
         """The targets 1 ... k tokens ahead, (n,) each; -1 beyond the sequence's own last target."""
         return later_targets(self.targets, self.is_start, len(self.weights))
@@ -82,14 +73,18 @@ def head_loss_reference(
     grad: Gradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch form of `head_loss`. Softcapped logits lie in (0, 23), so Σ e^s needs no maximum."""
-    logits = fp8_linear(x, head) if fp8 else F.linear(x, head)
+    parts = 1 if candidate_weights is None else len(candidate_weights)
+    made = list(map(fp8_linear if fp8 else F.linear, x.chunk(parts), head.chunk(parts)))
+    logits = made[0] if parts == 1 else torch.cat(made)
     logits = CAP * torch.sigmoid((logits.float() + SHIFT) / WIDTH)
     if wanted.never is not None:
         logits = logits.masked_fill(set_bits(wanted.never, len(head)), -NEVER)
-    exponentials = logits.exp() if candidate_weights is None else logits.exp() * candidate_weights
-    log_normaliser = exponentials.sum(-1).log()
+    exponentials = logits.exp()
+    if candidate_weights is not None:
+        exponentials = exponentials.unflatten(0, (parts, -1)) * candidate_weights[:, None]
+    log_normaliser = exponentials.sum(-1).flatten().log()
     # A comparison fuses with its neighbours when compiled. The gradient of a gather does not.
-    tokens = torch.arange(len(head), device=x.device)
+    tokens = torch.arange(logits.shape[1], device=x.device)
     losses = []
     for i, targets in enumerate(wanted.ahead()):
         loss = log_normaliser - torch.where(targets[:, None] == tokens, logits, 0).sum(-1)
@@ -107,25 +102,34 @@ def deliver(made: Tensor, grad: Gradient | None) -> Tensor | None:
     return None
 
 
+def side_by_side(parts: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The first of so many equal parts of each tensor's rows, then the second, …"""
+    return zip(*(x.chunk(parts) for x in tensors))
+
+
 class HeadLoss(torch.autograd.Function):
+    """Parts of the tokens differ in their matmuls alone: the rest is one launch for all of them."""
     @staticmethod
     def forward(ctx, x: Tensor, head: Tensor, log_odds: Tensor | None, targets: Tensor, all_wanted: Targets,
                 fp8: bool, candidate_weights: Tensor | None, grad: Gradient | None) -> tuple[Tensor, Tensor]:
         ctx.fp8, ctx.grad, wanted = fp8, grad, any(ctx.needs_input_grad)
-        weights = all_wanted.weights
+        weights, ctx.parts = all_wanted.weights, 1 if candidate_weights is None else len(candidate_weights)
+        logits = x.new_empty(len(x), len(head) // ctx.parts, dtype=torch.bfloat16 if fp8 else x.dtype)
         logits_grad = transposed = scale = share = None
         if fp8:
             scales = HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, HEAD_GRADIENT_SCALE
             scales = [torch.full((), s, device=x.device) for s in scales]
             x8, x8_transposed = quantize(x, scales[0], both=wanted)
             head8, head8_transposed = quantize(head, scales[1], both=wanted)
-            logits = fp8_matmul(x8, head8.T, HEAD_INPUT_SCALE, HEAD_WEIGHT_SCALE, fast=True)
+            for a, b, out in side_by_side(ctx.parts, x8, head8, logits):
+                fp8_matmul(a, b.T, *scales[:2], fast=True, out=out)
             if wanted:
                 scale, logits_grad = scales[2], torch.empty_like(logits, dtype=torch.float8_e5m2)
-                transposed = torch.empty(logits.shape[::-1], dtype=logits_grad.dtype, device=x.device)
+                transposed = logits_grad.new_empty(len(head), len(x) // ctx.parts)
                 kept = logits_grad, transposed, x8_transposed, head8_transposed
         else:
-            logits = F.linear(x, head)
+            for a, b, out in side_by_side(ctx.parts, x, head, logits):
+                torch.mm(a, b.T, out=out)
             if wanted:
                 logits_grad = logits  # in place: the logits are not needed again
                 kept = logits_grad, x, head
@@ -143,22 +147,31 @@ class HeadLoss(torch.autograd.Function):
         rest = None if share is None else -outer * weights[0] * share, *[None] * 5
         if not ctx.fp8:
             logits_grad, x, head = kept
-            x_grad = logits_grad @ head * outer
-            return x_grad, deliver(logits_grad.T @ x * outer, ctx.grad), *rest
+            x_grad, head_grad = torch.empty_like(x), torch.empty_like(head)
+            for grad, a, b, *out in side_by_side(ctx.parts, logits_grad, x, head, x_grad, head_grad):
+                torch.mm(grad, b, out=out[0])
+                torch.mm(grad.T, a, out=out[1])
+            return x_grad * outer, deliver(head_grad * outer, ctx.grad), *rest
         logits_grad, transposed, x8_transposed, head8_transposed = kept
         scale, grad = outer * HEAD_GRADIENT_SCALE, ctx.grad
-        x_grad = fp8_matmul(logits_grad, head8_transposed.T, scale, HEAD_WEIGHT_SCALE, fast=False)
+        scales = [torch.full((), s, device=outer.device) for s in (HEAD_WEIGHT_SCALE, HEAD_INPUT_SCALE)]
         over = None if grad is None or grad.accumulate else grad.buffer  # the matmul may write there itself
-        head_grad = fp8_matmul(transposed, x8_transposed.T, scale, HEAD_INPUT_SCALE, fast=False, out=over)
+        x8, head8 = x8_transposed.T, head8_transposed.T
+        x_grad = torch.empty(x8.shape, dtype=torch.bfloat16, device=x8.device)
+        head_grad = x_grad.new_empty(head8.shape) if over is None else over
+        for a, b, out in side_by_side(ctx.parts, logits_grad, head8, x_grad):
+            fp8_matmul(a, b, scale, scales[0], fast=False, out=out)
+        for a, b, out in side_by_side(ctx.parts, transposed, x8, head_grad):
+            fp8_matmul(a, b, scale, scales[1], fast=False, out=out)
         return x_grad, deliver(head_grad, grad) if over is None else None, *rest
 
 
 def head_loss(
     x: Tensor,  # (n, width): what the head sees; in FP8 normed, and n, width and vocabulary multiples of 16
-    head: Tensor,  # (vocabulary, width), or the rows of the candidates
+    head: Tensor,  # (vocabulary, width), or the rows of all parts' candidates, (parts · candidates, width)
     wanted: Targets,
     fp8: bool,  # all three matmuls in FP8, with constant scales (kernels/fp8/matmul.py)
-    candidate_weights: Tensor | None = None,  # (vocabulary,) float32, of candidates; None: all 1
+    candidate_weights: Tensor | None = None,  # (parts, candidates) float32, of equal parts of the tokens
     grad: Gradient | None = None,  # where the head's gradient goes; None: autograd gets it
 ) -> tuple[Tensor, Tensor]:
     """The multi-token training loss and the next-token loss, each summed over tokens (0-dim float32, nats).
@@ -178,14 +191,16 @@ def head_loss(
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
-    """Gradients of x and head, in FP8, of all tokens and of a sample whose first half are the targets."""
-    def inputs(tokens: int, width: int, vocabulary: int, sampled: bool) -> tuple:
-        seen = vocabulary // 2 if sampled else vocabulary
-        x, head = (torch.randn(rows, width, device=device).to(dtype) for rows in (tokens, vocabulary))
+    """Gradients of x and head, in FP8, of all tokens and of samples whose first halves are the targets."""
+    def inputs(tokens: int, width: int, vocabulary: int, parts: int) -> tuple:
+        seen = vocabulary // 2 if parts else vocabulary
+        rows = max(parts, 1) * vocabulary
+        x, head = (torch.randn(n, width, device=device).to(dtype) for n in (tokens, rows))
         targets = torch.randint(seen, (tokens,), device=device, dtype=torch.int32)
         is_start = torch.arange(tokens, device=device) % (512 if size == "real" else 7) == 0
         weights = torch.tensor([1.0, 0.5, 0.25], device=device)
-        counts = torch.where(torch.arange(vocabulary, device=device) < seen, 1.0, 4.0) if sampled else None
+        counts = torch.where(torch.arange(vocabulary, device=device) < seen, 1.0, 4.0)
+        counts = counts.repeat(parts, 1) if parts else None
         return F.rms_norm(x, (width,)), head * 0.02, Targets(targets, is_start, weights), True, counts
 
     def gradients(function: Callable) -> Callable:
@@ -198,13 +213,14 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         return gradients(head_loss_reference)(*tensors[:3], False, tensors[4])
 
     if size == "real":
-        shapes = [(16384, 768, 50304, False), (49152, 768, 50304, False), (49152, 768, 16384, True)]
+        shapes = [(16384, 768, 50304, 0), (49152, 768, 50304, 0), (98304, 768, 11264, 6),
+                  (98304, 768, 7168, 12)]
     else:
-        shapes = [(48, 32, 320, False), (48, 32, 320, True)]
-    for tokens, width, vocabulary, sampled in shapes:
+        shapes = [(48, 32, 320, 0), (48, 32, 320, 3)]
+    for tokens, width, vocabulary, parts in shapes:
         yield Example(
-            f"head and loss{' of a sample' * sampled}, both ways, FP8, 3 targets",
-            f"{tokens:,} × {width} × {vocabulary:,}", partial(inputs, tokens, width, vocabulary, sampled),
+            f"head and loss{f' of {parts} samples' if parts else ''}, both ways, FP8, 3 targets",
+            f"{tokens:,} × {width} × {vocabulary:,}", partial(inputs, tokens, width, vocabulary, parts),
             head_loss, head_loss_reference, 6.0 * tokens * width * vocabulary,
             tokens * vocabulary * (2.0 * 3 + 1.0 * 4), rate=2, wrap=gradients, exact=exact,
-            check_inputs=partial(inputs, min(tokens, 1024), width, vocabulary, sampled))
+            check_inputs=partial(inputs, min(tokens, 64 * max(parts, 16)), width, vocabulary, parts))

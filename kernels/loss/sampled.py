@@ -12,36 +12,36 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.embedding.rows import already_sorted
 from kernels.loss.head import Targets
 
 
 def among_candidates(targets: Tensor, candidates: Tensor) -> Tensor:
-    """Where in `candidates` each target stands, (n,) int32.
+    """Where among the candidates of its part each target stands, (n,) int32.
 
-    `candidates` (c,), ascending, int32 like targets (n,), holds all targets but -1. That is not scored and
-    stays -1.
+    A row of `candidates` (parts, c), ascending, int32 like targets (n,), holds all targets of its part but
+    -1. That is not scored and stays -1.
     """
-    return torch.searchsorted(candidates, targets, out_int32=True).masked_fill(targets < 0, -1)
+    of_parts = targets.view(len(candidates), -1)
+    return torch.searchsorted(candidates, of_parts, out_int32=True).flatten().masked_fill(targets < 0, -1)
 
 
 def sampled_head_loss(
     head_loss: Callable,  # or `head_loss_reference`
     lookup: Callable,  # of the head's rows
+    sort: Callable,  # makes the order of row numbers that `lookup` wants (kernels/embedding/rows.py)
     x: Tensor,  # (n, width): what the head sees
     head: Tensor,  # (vocabulary, width)
     wanted: Targets,
-    candidates: Tensor,  # (parts, c) int32, each ascending: of each of so many equal parts of the tokens
-    weights: Tensor,  # (parts, c) float32: the count of each candidate in Σ e^s
+    # Of each of so many equal parts of the tokens: its candidates, (parts, c) int32, each row ascending, and
+    # (parts, c) float32: the count of each candidate in Σ e^s.
+    sample: tuple[Tensor, Tensor],
     fp8: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Both losses of `head_loss`, each part's over its own sample of the head's rows, and their sums."""
-    def of_part(x: Tensor, wanted: Targets, sample: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        rows = lookup(head, already_sorted(sample))
-        wanted = wanted._replace(targets=among_candidates(wanted.targets, sample))
-        return head_loss(x, rows, wanted, fp8, counts)
+    """Both losses of `head_loss`, each part's over its own sample of the head's rows.
 
-    if (count := len(candidates)) == 1:     # A chunk's gradient would be copied.
-        return of_part(x, wanted, candidates[0], weights[0])
-    training, next_token = zip(*map(of_part, x.chunk(count), wanted.parts(count), candidates, weights))
-    return sum(training), sum(next_token)
+    The sample has the next tokens of its part alone, so no token is to predict a later one of the next part.
+    """
+    (candidates, weights), is_start = sample, wanted.is_start.clone()
+    is_start[::len(x) // len(candidates)] = True
+    wanted = wanted._replace(targets=among_candidates(wanted.targets, candidates), is_start=is_start)
+    return head_loss(x, lookup(head, sort(candidates.flatten())), wanted, fp8, weights)

@@ -28,6 +28,7 @@ LIMIT = "GPU_MEMORY_LIMIT_GB"           # environment: use no more than this of 
 # Bytes that torch's allocator does not see: CUDA's context is there already, but not all kernels, the graphs
 # and NCCL's buffers. Not measured.
 OUTSIDE = 1_500_000_000
+LOOKED_AT = 2 ** 18                     # tokens of the validation text that samples are counted in
 SHORTEST = 2 ** 20                      # rows of an n-gram table; a shorter one is hardly worth its time
 # Settings that often differ from start to start and change no size. They are no part of a note's question.
 SIZELESS = ("seed", "name", "runs", "target", "muon_lr", "muon_decay", "adam_lr", "adam_decay", "value_lr",
@@ -181,15 +182,17 @@ def can_split(config, micro_batches: int) -> bool:
 def candidates(config) -> dict[tuple[int, int], int]:
     """About how many candidates a part of a micro-batch has, by tokens and samples of its step.
 
-    They are counted at the start of the validation text.
-
-    The loader measures it over many steps. One micro-batch tells nearly as much, at once.
+    The loader measures it over many steps. The first parts of the validation text tell nearly as much, at
+    once.
     """
     text = open_shard(shards_in(config.data_path, "val")[0], config.vocab_size)
-    found = {}
-    for tokens, samples in {(stage.batch_tokens, stage.softmax_samples) for stage in config.stages}:
+    found, last = {}, config.stages[-1].batch_tokens
+    steps = {(stage.batch_tokens, stage.softmax_samples) for stage in config.stages}
+    for tokens, samples in steps | {(last, config.extra_samples)}:
         share = tokens // config.micro_batches
-        seen = len(np.unique(text[:share // sample_parts(share, config.softmax_tokens)]))
+        part = share // sample_parts(share, config.softmax_tokens)
+        parts = (text[start:start + part] for start in range(0, max(LOOKED_AT, share), part))
+        seen = max(len(np.unique(part)) for part in parts)
         wanted = min(round_up(int(1.1 * seen) + samples, 256), config.padded_vocab)
         found[tokens, samples] = wanted if samples else 0
     return found

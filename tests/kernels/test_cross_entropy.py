@@ -10,10 +10,11 @@ ON_GPU = DEVICE.type == "cuda"
 GRADS = [torch.float32, torch.bfloat16, torch.float8_e5m2] if ON_GPU else [torch.float32, torch.float16]
 
 
-def counts_for(targets: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Random weights of candidates, 1 for those that are targets."""
-    weights = torch.rand(vocabulary, device=DEVICE) * 5
-    weights[targets[targets >= 0].long()] = 1
+def counts_for(targets: torch.Tensor, vocabulary: int, parts: int = 1) -> torch.Tensor:
+    """Random weights of each part's candidates, 1 for those that are its targets."""
+    weights = torch.rand(parts, vocabulary, device=DEVICE) * 5
+    for row, mine in zip(weights, targets.chunk(parts)):
+        row[mine[mine >= 0].long()] = 1
     return weights
 
 
@@ -23,29 +24,32 @@ def odds_for(targets: torch.Tensor) -> torch.Tensor:
     return given.repeat(len(targets))[:len(targets)].contiguous()
 
 
-@pytest.mark.parametrize("weighted, mixed", [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("parts, mixed", [(0, False), (1, False), (1, True), (3, True)])
 @pytest.mark.parametrize("grad_dtype", GRADS)
 @pytest.mark.parametrize("logits_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tokens,vocabulary,k", [(1, 2, 1), (5, 100, 2), (3, 2100, 3)])
+@pytest.mark.parametrize("tokens,vocabulary,k", [(1, 2, 1), (5, 100, 2), (3, 2100, 3)])     # times parts
 def test_losses_and_gradients_of_several_targets(
-        tokens, vocabulary, k, logits_dtype, grad_dtype, weighted, mixed):
-    """Of logits whose rows lie apart, with repeated and ignored targets; also transposed."""
+        tokens, vocabulary, k, logits_dtype, grad_dtype, parts, mixed):
+    """Of logits whose rows lie apart, with repeated and ignored targets; also transposed, by parts."""
+    weighted, parts = parts > 0, max(parts, 1)
+    tokens *= parts
     logits = random(tokens, vocabulary + 5, dtype=logits_dtype)[:, 2:-3] * 8
     targets = torch.randint(-1, vocabulary, (tokens, k), device=DEVICE)
     targets[0, :] = targets[0, 0].clamp(min=0)  # one token several times
     targets[1:2] = -1  # nothing to predict
     weights = torch.tensor([1, 0.5, 0.25], device=DEVICE)[:k].contiguous()
     scale = None if grad_dtype == torch.float32 else torch.tensor(0.75 / 448, device=DEVICE)
-    counts = counts_for(targets, vocabulary) if weighted else None
+    counts = counts_for(targets, vocabulary, parts) if weighted else None
     odds = odds_for(targets) if mixed else None
     share = torch.empty_like(odds) if mixed else None
     given = targets, weights, scale
     exact, exact_grad = cross_entropy_reference(logits.double(), *given, torch.float64, counts, odds)
     plain, plain_grad = cross_entropy_reference(logits, *given, grad_dtype, counts, odds)
     grad = torch.full((tokens, vocabulary), float("nan"), device=DEVICE).to(grad_dtype)
-    transposed = torch.full((vocabulary, tokens), float("nan"), device=DEVICE).to(grad_dtype)
+    shape = parts * vocabulary, tokens // parts
+    transposed = torch.full(shape, float("nan"), device=DEVICE).to(grad_dtype)
     losses = cross_entropy(logits, targets, weights, grad, transposed, scale, counts, odds, share)
-    assert torch.equal(transposed.float(), grad.float().T)
+    assert torch.equal(transposed.float(), torch.cat([part.float().T for part in grad.chunk(parts)]))
     assert_as_exact_as_pytorch(losses, plain, exact, slack=3e-7)
     assert_as_exact_as_pytorch(grad, plain_grad, exact_grad, slack=3e-7)
     again = cross_entropy(logits, targets.int(), weights, candidate_weights=counts, log_odds=odds)
@@ -91,7 +95,10 @@ def test_cross_entropy_refuses_what_it_cannot_do():
                   (logits, targets, weights, logits[:2]),
                   (logits, targets, weights, logits, logits), (logits, targets, weights, None, logits.T),
                   (logits, targets, weights, None, None, weights),
-                  (logits, targets, weights, None, None, None, weights),
+                  (logits, targets, weights, None, None, None, torch.ones(50)),
+                  (logits, targets, weights, None, None, None, torch.ones(2, 50)),
+                  (logits, targets, weights, None, None, None, torch.ones(3, 49)),
+                  (logits, targets, weights, logits, logits.T.contiguous(), None, torch.ones(3, 50)),
                   (logits, targets, weights, None, None, None, None, weights),
                   (logits, targets, weights, None, None, None, None, torch.zeros(3), weights)):
         with pytest.raises(ValueError, match="must be"):

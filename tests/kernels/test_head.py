@@ -5,7 +5,7 @@ import torch
 from checks import DEVICE, error, random, same_bits
 
 from data.packing import sample_candidates
-from kernels.embedding import lookup_reference
+from kernels.embedding import lookup_reference, unsorted
 from kernels.gradients import Gradient
 from kernels.loss import Mixture, Targets, among_candidates, head_loss, head_loss_reference, sampled_head_loss
 from kernels.loss import head as head_module
@@ -19,8 +19,8 @@ def head_inputs(n: int, width: int, vocabulary: int, targets_ahead: int, weighte
     targets[[3, 17]] = -1
     is_start = torch.zeros(n, dtype=torch.bool, device=DEVICE)
     is_start[[0, 9, 10, 31]] = True
-    counts = torch.rand(vocabulary, device=DEVICE) * 5
-    counts[targets[targets >= 0].long()] = 1
+    counts = torch.rand(1, vocabulary, device=DEVICE) * 5
+    counts[0, targets[targets >= 0].long()] = 1
     weights = torch.tensor([0.75, 0.5, 0.25], device=DEVICE)[:targets_ahead]
     wanted = Targets(targets, is_start, weights)
     return x.requires_grad_(), head.requires_grad_(), wanted, counts if weighted else None
@@ -125,10 +125,10 @@ def test_sampled_softmax_is_the_full_one_on_average():
     for _ in range(samples):
         drawn = sample_candidates(targets.cpu().numpy(), count, importance, generator)
         candidates, counts = (torch.from_numpy(x).to(DEVICE) for x in drawn)
-        places = among_candidates(targets, candidates)
+        places = among_candidates(targets, candidates[None])
         assert torch.equal(candidates[places[scored].long()], targets[scored]) and places[5] == -1
         assert counts[places[scored].long()].eq(1).all()
-        results.append(evaluate(head[candidates.long()], places, counts))
+        results.append(evaluate(head[candidates.long()], places, counts[None]))
         totals.append(exponentials[:, candidates.long()] @ counts.double())
     totals, results = torch.stack(totals), torch.stack(results)
     deviations = (totals.mean(0) - exponentials.sum(1)) / (totals.std(0) / samples ** 0.5)
@@ -141,18 +141,24 @@ def test_sampled_softmax_is_the_full_one_on_average():
     (head_loss_reference, False), (head_loss, False), (head_loss, True)])
 def test_parts_are_as_if_alone(function, fp8):
     x, head, wanted, _ = head_inputs(48, 32, 320, 3, False)
-    wanted = wanted._replace(mixture=mixture(48))
-    parts, generator = wanted.parts(3), np.random.default_rng(0)
-    drawn = [sample_candidates(part.targets.cpu().numpy(), 208, np.ones(320), generator) for part in parts]
+    log_odds, log_rest = mixture(48)
+    generator, drawn = np.random.default_rng(0), []
+    for targets in wanted.targets.cpu().numpy().reshape(3, 16):
+        drawn.append(sample_candidates(targets, 208, np.ones(320), generator))
     candidates, weights = (torch.from_numpy(np.stack(each)).to(DEVICE) for each in zip(*drawn))
 
-    def run(x, wanted, *sample) -> tuple[torch.Tensor, ...]:
-        total, next_token = sampled_head_loss(function, lookup_reference, x, head, wanted, *sample, fp8)
+    def run(x, part: slice, *sample) -> tuple[torch.Tensor, ...]:
+        given = Targets(wanted.targets[part], wanted.is_start[part], wanted.weights,
+                        Mixture(log_odds[part], log_rest[part]))
+        total, next_token = sampled_head_loss(
+            function, lookup_reference, unsorted, x, head, given, sample, fp8)
         return total, next_token, *torch.autograd.grad(3 * total, (x, head))
 
-    whole = run(x, wanted, candidates, weights)
-    alone = [run(x.detach()[16 * i:][:16].requires_grad_(), part, candidates[i:i + 1], weights[i:i + 1])
+    whole = run(x, slice(None), candidates, weights)
+    parts = [slice(16 * i, 16 * i + 16) for i in range(3)]
+    alone = [run(x.detach()[part].requires_grad_(), part, candidates[i:i + 1], weights[i:i + 1])
              for i, part in enumerate(parts)]
+    assert wanted.is_start.sum() == 4       # It is the caller's.
     tolerance = 1e-2 if DEVICE.type == "cuda" else 1e-5
     for i, join in enumerate((sum, sum, torch.cat, sum)):
         assert error(whole[i].detach(), join([part[i].detach().double() for part in alone])) < tolerance
