@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.packing import ShardedText, pack, round_up, sample_candidates, sample_parts
+from data.candidates import COUNTED, Importance, sample_candidates, sample_parts
+from data.packing import ShardedText, pack, round_up
 from data.shards import ShardError, shards_in
 
 AHEAD = 4           # steps whose batches are made before they are asked for
 MEASURED = 64       # steps of validation text that the bounds of a batch are taken from
-COUNTED = 2_000_000 # tokens at the beginning of the text, whose frequencies say which candidates matter
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
 # How much text cuts drop is known before the run from the validation text alone. If by that a schedule
 # reads more than there is, by more than this share, the run is refused; else it may end before its time.
@@ -233,15 +233,9 @@ class Loader:
         return min(wanted, self.settings.padded_vocab) if shape.samples else None
 
     @cached_property
-    def importance(self) -> np.ndarray:
-        """By how much a token is likelier than others to be a candidate, (padded_vocab,): √(its frequency).
-
-        A probability of a token is a few times more than its frequency, if it is not close to 0. With such
-        shares the sum over a sample has the least variance. The frequencies are those of the text's beginning
-        and 4 added to each count, so that no weight is much above 10.
-        """
-        counted = self.plan.text.tokens(0)[:COUNTED]
-        return np.sqrt(np.bincount(counted, minlength=self.settings.padded_vocab) + 4.0)
+    def importance(self) -> Importance:
+        """By how much a token is likelier than others to be a candidate, from the text's beginning."""
+        return Importance(np.asarray(self.plan.text.tokens(0)[:COUNTED]), self.settings.padded_vocab)
 
     def most(self, shape: StepShape) -> int:
         """Sequences that a micro-batch can hold: those of the text, and what fills up one that ends early."""
@@ -258,8 +252,9 @@ class Loader:
             batch = make_batch(sequences, n, self.most(shape), shape.sequence_length, settings.document_start)
             if count := self.candidates_of(shape):
                 generator = np.random.default_rng([settings.seed % 2**32, index, i])
-                parts = batch.targets.numpy().reshape(parts_of(settings, shape), -1)
-                drawn = zip(*(sample_candidates(part, count, self.importance, generator) for part in parts))
+                parts = (x.numpy().reshape(parts_of(settings, shape), -1) for x in batch[:2])
+                drawn = zip(*(sample_candidates(targets, count, self.importance.of(tokens), generator)
+                              for tokens, targets in zip(*parts)))
                 candidates, weights = (torch.from_numpy(np.stack(each)) for each in drawn)
                 batch = batch._replace(candidates=candidates, weights=weights.view(torch.int32))
             batches.append(batch)

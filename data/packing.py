@@ -54,50 +54,6 @@ def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, lo
     return tokens, targets, np.array(cu_seqlens + [n] * (most + 1 - len(cu_seqlens)), np.int32)
 
 
-def sample_parts(n: int, share: int) -> int:
-    """Into how many equal parts n tokens are split, so that about `share` have one sample of candidates.
-
-    0: all n. On GPUs a part has a multiple of 16 tokens, as FP8 wants it, and so it has here.
-    """
-    most = n // share if share else 1
-    return next((parts for parts in range(most, 1, -1) if n % (16 * parts) == 0), 1)
-
-
-def shares_of_sample(importance: np.ndarray, count: int) -> np.ndarray:
-    """The probability of each (n,) to be among `count`: in proportion to its importance, but at most 1."""
-    sure = np.full(len(importance), count >= len(importance))
-    while not sure.all():
-        shares = np.where(sure, 1.0, importance * (count - sure.sum()) / importance[~sure].sum())
-        if shares.max() <= 1:
-            return shares
-        sure = shares >= 1
-    return np.ones(len(importance))
-
-
-def sample_candidates(targets: np.ndarray, count: int, importance: np.ndarray,
-                      generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """`count` tokens, ascending, int32, and their weights, float32: the targets (n,) and some of the rest.
-
-    A target of -1 is none. A token of the rest is drawn with a probability in proportion to its importance,
-    (vocabulary,) above 0. Its weight is one over that probability; a target's is 1. So a sum over candidates,
-    by weights, is in the mean the sum over the vocabulary. Fixed sizes and these probabilities, within 0.1%:
-    Pareto sampling (Rosén, J. Stat. Plan. Inference 62, 1997).
-    """
-    weights = np.zeros(len(importance), np.float32)
-    weights[targets[targets >= 0]] = 1.0
-    others = np.flatnonzero(weights == 0)
-    missing = count - (len(weights) - len(others))
-    if missing < 0:
-        raise ShardError(f"{count - missing} different targets in a batch with {count} candidates; "
-                         "raise --softmax_samples")
-    if missing:
-        shares, chance = shares_of_sample(importance[others], missing), generator.random(len(others))
-        drawn = np.argpartition(chance / (1 - chance) * (1 - shares) / shares, missing - 1)[:missing]
-        weights[others[drawn]] = 1 / shares[drawn]
-    candidates = np.flatnonzero(weights)
-    return candidates.astype(np.int32), weights[candidates]
-
-
 class ShardedText:
     """The text of some shards by number: its tokens, and the sequences that its documents are cut into.
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from data import canonical, embedded
-from data.packing import round_up, sample_parts
+from data.candidates import sample_parts
+from data.packing import round_up
 from data.shards import open_shard, shards_in
 from kernels.ranks.collectives import can_copy, ranks_here
 from records.run.ahead import Launch, compiling, hash_triton, no_launch

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from data.candidates import sample_parts
 from data.loader import AHEAD, Batch
-from data.packing import round_up, sample_parts
+from data.packing import round_up
 from kernels import attention
 from kernels.ranks.collectives import Collectives
 from kernels.streams import SPARE

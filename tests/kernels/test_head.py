@@ -4,7 +4,7 @@ import pytest
 import torch
 from checks import DEVICE, error, random, same_bits
 
-from data.packing import sample_candidates
+from data.candidates import sample_candidates
 from kernels.embedding import lookup_reference, unsorted
 from kernels.gradients import Gradient
 from kernels.loss import Mixture, Targets, among_candidates, head_loss, head_loss_reference, sampled_head_loss
