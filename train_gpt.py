@@ -293,10 +293,11 @@ PRESETS = {
     # steps. So it leaves out layer 2, which takes 11% for 0.018 on `clean`, and a head, 6% for 0.002 to 0.01.
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", layers=SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:], data_path="",
-        keep_tails=True, micro_batches=2, heads=5, ngram_rows=268_435_456, ngram_classes=True,
+        keep_tails=True, micro_batches=1, heads=5, ngram_rows=268_435_456, ngram_classes=True,
         near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
-        slow_share=0.4, steps=1410, extra_steps=8, shared_updates=True, softmax_tokens=16_384, canonical=True,
-        val_fp8=False, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
+        slow_share=0.4, steps=1410, extra_steps=8, softmax_tokens=8192, softmax_samples=(2560,),
+        extra_samples=16_384, shared_updates=True, canonical=True, val_fp8=False,
+        score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,
@@ -554,9 +555,8 @@ class GPT(nn.Module):
     def positions(self, batch: Batch, step: "Step") -> tuple[attention.Positions, float]:
         """Rotary tables and starts of sequences for the batch's tokens, and attention's scale."""
         n = len(batch.tokens)
-        is_start = starts(batch.cu_seqlens, n)
         cos, sin, scale = self.rotary[step.windows[1] * self.config.window_block]
-        return attention.Positions(cos[:n], sin[:n], is_start), scale
+        return attention.Positions(cos[:n], sin[:n], starts(batch.cu_seqlens, n)), scale
 
     def sort(self, index: Tensor) -> embedding.RowOrder:
         """Rows to look up, sorted if a kernel's backward pass will need the order."""
@@ -641,8 +641,8 @@ class Group:
         NorMuon shares out matrices, one a rank, the last perhaps padding; Adam shares out each parameter.
         """
         if self.algorithm is NorMuon:
-            places = range(0, len(self.params), ranks)
-            return [(self.params[i:i + ranks], self.stops[i], ranks) for i in places]
+            return [(self.params[i:i + ranks], self.stops[i], ranks)
+                    for i in range(0, len(self.params), ranks)]
         sent = zip(self.params, self.stops, strict=True) if self.algorithm is Adam else ()
         return [([p], stop, round_up(p.numel(), 16 * ranks)) for p, stop in sent]   # Parts are aligned.
 
@@ -651,8 +651,8 @@ class Group:
         return updates.Rule(finite, lr * self.lr, lr * self.decay, cautious)
 
     def traffic(self, ranks: int) -> Traffic:
-        stops = [stop for _, stop, _ in self.rounds(ranks)]
-        return Traffic(self.name, stops, self.algorithm is NorMuon, self.replicated)
+        return Traffic(self.name, [stop for _, stop, _ in self.rounds(ranks)], self.algorithm is NorMuon,
+                       self.replicated)
 
 
 def parameter_groups(model: GPT, config: Config) -> list[Group]:
@@ -990,8 +990,8 @@ class Schedule:
     def validation(self, steps_done: int) -> Step:
         """How to score after so many steps: with the windows of that time, and a longer one at the end."""
         last = self.at(max(steps_done - 1, 0))
-        windows = (last.windows[0], self.config.val_window) if steps_done == len(self) else last.windows
-        return last._replace(windows=windows, multi_token=(1.0,))
+        return last._replace(multi_token=(1.0,), windows=(
+            (last.windows[0], self.config.val_window) if steps_done == len(self) else last.windows))
 
     def kinds(self, steps: Iterator[Step] | None = None) -> list[Step]:
         """The first step of each kind, in the run's order, of `steps` or of all."""
