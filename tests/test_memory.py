@@ -25,18 +25,21 @@ pytest.importorskip("triton")
 GPU = torch.device("cuda", 0)
 TWO_GPUS = "2026-11-22_two-h200-long-table/runs/20261122-175825-two-h200-long.jsonl.gz"
 ONE_GPU = "2026-11-25_one-h200-clean/runs/20261125-033651-one-h200.jsonl.gz"
-AS_PRESET_ONE = "2026-11-27_one-h200/runs/20261127-094547-one-long.jsonl.gz"
-AS_PRESET = "2026-11-27_two-h200/runs/20261127-033212-long.jsonl.gz"
+ONE_AGAIN = "2026-11-27_one-h200/runs/20261127-094547-one-long.jsonl.gz"
+TWO_AGAIN = "2026-11-27_two-h200/runs/20261127-033212-long.jsonl.gz"
 SHARED = "2026-11-26_one-h200/runs/20261126-132326-one-h200.jsonl.gz"
 # What the preset has no longer, and what it lacked before.
-EIGHT_LAYERS = dict(layers=train_gpt.SPEEDRUN_LAYERS, micro_batches=4)
+SEVEN_LAYERS = dict(micro_batches=2, softmax_tokens=16_384, extra_samples=0)
+EIGHT_LAYERS = SEVEN_LAYERS | dict(layers=train_gpt.SPEEDRUN_LAYERS, micro_batches=4)
 BEFORE = EIGHT_LAYERS | dict(shared_updates=False, softmax_tokens=0, canonical=False, val_fp8=True)
 
 
 def sampled(*candidates: int) -> dict[tuple[int, int], int]:
     """By tokens and samples of a step of preset `corpus`."""
-    stages = train_gpt.PRESETS["corpus"].stages
-    return {(stage.batch_tokens, stage.softmax_samples): count for stage, count in zip(stages, candidates)}
+    preset = train_gpt.PRESETS["corpus"]
+    steps = {(stage.batch_tokens, stage.softmax_samples): count
+             for stage, count in zip(preset.stages, candidates)}
+    return steps | {(preset.stages[-1].batch_tokens, preset.extra_samples): 19_456}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,8 +93,8 @@ def fit_into(fitting, monkeypatch):
      BEFORE | dict(ngram_classes=False, near_match=(), copy_channels=0, average_steps=0)),
     (ONE_GPU, 1, sampled(13_056, 15_872, 18_432), BEFORE),
     (SHARED, 1, sampled(13_056, 13_056, 13_312), EIGHT_LAYERS),
-    (AS_PRESET_ONE, 1, sampled(13_056, 13_056, 13_312), {}),
-    (AS_PRESET, 2, sampled(13_056, 13_056, 13_312), {})])
+    (ONE_AGAIN, 1, sampled(13_056, 13_056, 13_312), SEVEN_LAYERS),
+    (TWO_AGAIN, 2, sampled(13_056, 13_056, 13_312), SEVEN_LAYERS)])
 def test_the_count_of_a_measured_run(log, ranks, candidates, settings):
     """Peaks in GiB: 96.65 on two H200s, 96.82 on one, 98.90 with shared updates. With 7 layers, 2
     micro-batches and attention of our own: 112.87 on one and 74.87 on two.
@@ -108,7 +111,8 @@ def test_the_count_of_a_measured_run(log, ranks, candidates, settings):
 
 def test_a_copy_head_is_counted():
     """Its weights with gradient and state; in a step queries and keys, before and after their norm."""
-    configs = [replace(train_gpt.PRESETS["corpus"], copy_channels=channels) for channels in (0, 128)]
+    preset = replace(train_gpt.PRESETS["corpus"], micro_batches=2)
+    configs = [replace(preset, copy_channels=channels) for channels in (0, 128)]
     candidates = sampled(12_288, 14_336, 16_384)
     without, with_it = (memory.count(train_gpt, config, 2, GPU, True, candidates, [65_536])[65_536]
                         for config in configs)
@@ -141,7 +145,7 @@ def test_a_checkpoints_copy_is_counted():
     words = ("--preset corpus --data_path x --ngram_rows 4194304 --micro_batches 16 --steps 57 "
              "--extra_steps 3 --ngram_classes false --near_match none --copy_channels 0 --average_steps 0 "
              "--shared_updates false --softmax_tokens 0 --canonical false --val_fp8 true "
-             "--slow_share 0 --heads 6")
+             "--slow_share 0 --heads 6 --extra_samples 0")
     config = replace(train_gpt.parse(words.split())[0], layers=train_gpt.SPEEDRUN_LAYERS)
     candidates = sampled(10_240, 11_520, 12_544)
     configs = [replace(config, checkpoint=folder, checkpoint_every=20) for folder in ("", "x")]
