@@ -178,7 +178,7 @@ class Config:
     # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
     canonical: bool = False
     # So many tokens share a softmax's sample; fewer have fewer targets, which saves logits. 0: all of them.
-    softmax_tokens: Count = 0       # 16,384 of 49,152 save 1.4 to 3.3% of the time, for 0.001 to 0.002.
+    softmax_tokens: Count = 0       # 8,192 with 4,096 samples take 4% less time than 16,384 with 6,144.
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
@@ -295,7 +295,7 @@ PRESETS = {
         SPEEDRUN, preset="corpus", layers=SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:], data_path="",
         keep_tails=True, micro_batches=1, heads=5, ngram_rows=268_435_456, ngram_classes=True,
         near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
-        slow_share=0.4, steps=1410, extra_steps=8, softmax_tokens=8192, softmax_samples=(2560,),
+        slow_share=0.4, steps=1425, extra_steps=8, softmax_tokens=8192, softmax_samples=(4096,),
         extra_samples=16_384, shared_updates=True, canonical=True, val_fp8=False,
         score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
