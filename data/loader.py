@@ -171,7 +171,7 @@ def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, 
     and one with more different targets draws fewer others as candidates.
     """
     bounds = {}
-    for shape in dict.fromkeys(shapes):
+    for shape in dict.fromkeys(shape._replace(samples=min(shape.samples, 1)) for shape in shapes):
         plan = Plan(replace(settings, epochs=-1), [shape] * MEASURED, "val")
         sequences, targets, read = 0, 0, 0
         for spans in (spans for step in plan.make() for spans in step):

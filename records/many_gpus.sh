@@ -27,7 +27,7 @@ measure 60 doctor "${ranks[@]}" -m records.tools.doctor
 measure 300 record "${train[@]}" --name "record-$gpus" --seed 101 --runs 5
 measure 120 record-second "${train[@]}" --name "record-$gpus-second" --seed 201
 small=(--ngram_rows 2097152)
-[ -n "${SETTINGS-}" ] || small+=(--steps 1406 --softmax_samples 12288)
+[ -n "${SETTINGS-}" ] || small+=(--steps 1406 --softmax_samples 12288 --softmax_tokens 16384 --extra_samples 0)
 measure 300 small-class "${train[@]}" --name "small-$gpus" "${small[@]}" --seed 101 --runs 5
 measure 240 scaling "$python" -m records.tools.scaling "${settings[@]}" --ngram_rows "${SCALING_ROWS:-134217728}" \
     --ranks "$(for n in 1 2 4 8; do [ "$n" -le "$gpus" ] && printf '%s,' "$n"; done | sed 's/,$//')" \

@@ -204,6 +204,7 @@ def test_columns_that_were_moved_at_different_times_are_brought_to_one(monkeypat
     ("newer", [], "index.json: version 2 of readable-speedrun-checkpoint, this program reads up to 1"),
     ("remove", [], "holds no checkpoint"),
     ("", ["--seed", "5"], "its --seed was 0, here it is 5; give the same settings"),
+    ("older", ["--extra_samples", "8"], "its --extra_samples was 0, here it is 8; give the same settings"),
     ("", ["--lr_scale", "1,1,2"], "its stages were others; give the same settings"),
     ("", ["--runs", "2"], "take one run at a time"),
     ("", ["--checkpoint", "{kept}", "--checkpoint_every", "3"], "holds step-0000007, which is further; go"),
@@ -218,8 +219,10 @@ def test_a_bad_checkpoint_is_refused_in_one_line(runs, shards, tmp_path, edit, f
     elif edit == "remove":
         index.unlink()
     elif edit:
-        old, new = {"foreign": ("readable", "other"), "newer": ('"version": 1', '"version": 2')}[edit]
-        index.write_text(index.read_text().replace(old, new))
+        old, new = {"foreign": ("readable", "other"), "newer": ('"version": 1', '"version": 2'),
+                    "older": ('"extra_samples": 0,', "")}[edit]
+        assert old in (text := index.read_text())
+        index.write_text(text.replace(old, new))
     flags = [*SHORTER, "--data_path", str(shards), "--resume", str(tmp_path),
              *(word.format(kept=runs / "kept-1") for word in flags)]
     with pytest.raises(UserError) as error:

@@ -126,13 +126,25 @@ def test_samples_of_parts_are_counted():
     All logits are there at a time. Their gradients in FP8 are kept twice, until the backward pass. Rows are
     there in bfloat16 and twice in FP8.
     """
-    preset = replace(train_gpt.PRESETS["corpus"], micro_batches=4, extra_steps=0)   # which take all logits
+    preset = replace(train_gpt.PRESETS["corpus"], micro_batches=4, extra_steps=0)   # whose samples are large
     whole, parts = (
         memory.count(train_gpt, replace(preset, softmax_tokens=share), 1, GPU, False, sampled(*candidates),
                      [65_536])[65_536]
         for share, candidates in ((0, (13_312, 15_872, 18_432)), (16_384, (13_312,) * 3)))
     less = 49_152 * (2 + 2) * (18_432 - 13_312) - 768 * (2 + 2) * (3 * 13_312 - 18_432)
     assert whole.step - parts.step == pytest.approx(less, rel=0.02)
+
+
+def test_candidates_are_estimated_from_the_first_parts(tmp_path):
+    """Of 8,192 tokens each: the first has 100 different ones, the second 2,000. A tenth more are expected."""
+    text = np.concatenate([np.arange(8192) % 100, np.arange(8192) % 2000])
+    write_shard(tmp_path / "val_000000.bin", text)
+    config = replace(train_gpt.PRESETS["corpus"], data_path=str(tmp_path))
+    found = fit.candidates(config, train_gpt.Schedule(config))
+    assert found == {**dict.fromkeys(((65_536, 4096), (131_072, 4096), (196_608, 4096)), 6400),
+                     (196_608, 16_384): 18_688}
+    all_logits = replace(config, extra_samples=0)
+    assert fit.candidates(all_logits, train_gpt.Schedule(all_logits))[196_608, 0] == 0
 
 
 def test_a_checkpoints_copy_is_counted():

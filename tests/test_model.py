@@ -192,7 +192,10 @@ def test_schedule_follows_its_table():
     assert [at(i).multi_token for i in (0, 230, 460)] == [(1, 0.5, 0.25), (1, 0.5), (1,)]
     assert at(115).multi_token == (1, 0.5, 0.125) and at(345).multi_token == (1, 0.25)
     assert (at(0).momentum, at(300).momentum, at(704).momentum) == (0.85, 0.95, 0.85)
-    schedule = train_gpt.Schedule(replace(schedule.config, slow_share=0.6, slow_from=(0.2, 0.4)))
+    assert [at(i).samples for i in (0, 689, 690, 704)] == [6144, 6144, 0, 0]
+    schedule = train_gpt.Schedule(replace(schedule.config, extra_samples=20_000, slow_share=0.6,
+                                          slow_from=(0.2, 0.4)))
+    assert [schedule.at(i).samples for i in (0, 689, 690, 704)] == [6144, 6144, 20_000, 20_000]
     assert [at(i).slow_share for i in (0, 704)] == [0, 0]
     shares = [schedule.at(i).slow_share for i in (141, 211, 282, 704)]
     assert shares == pytest.approx([0, 0.298, 0.6, 0.6], abs=1e-3)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.backend import check
 from kernels.example import Example
 from kernels.fp8.matmul import (
     HEAD_GRADIENT_SCALE,
@@ -41,7 +42,8 @@ class Mixture(NamedTuple):
 
 class Targets(NamedTuple):
     """What the head is to predict, and what that counts."""
-    targets: Tensor  # (n,) int32: each token's next token, as a row of the head; -1 is not scored
+    # (n,) int32: each token's next token, as a row of the head or of its part's candidates; -1: not scored
+    targets: Tensor
     is_start: Tensor  # (n,) bool: a sequence starts here
     weights: Tensor  # (k,) float32: loss weights of the next 1 ... k tokens
     mixture: Mixture | None = None  # for the next token; None: the head alone
@@ -151,7 +153,7 @@ class HeadLoss(torch.autograd.Function):
             for grad, a, b, *out in side_by_side(ctx.parts, logits_grad, x, head, x_grad, head_grad):
                 torch.mm(grad, b, out=out[0])
                 torch.mm(grad.T, a, out=out[1])
-            return x_grad * outer, deliver(head_grad * outer, ctx.grad), *rest
+            return x_grad.mul_(outer), deliver(head_grad.mul_(outer), ctx.grad), *rest
         logits_grad, transposed, x8_transposed, head8_transposed = kept
         scale, grad = outer * HEAD_GRADIENT_SCALE, ctx.grad
         scales = [torch.full((), s, device=outer.device) for s in (HEAD_WEIGHT_SCALE, HEAD_INPUT_SCALE)]
@@ -167,7 +169,9 @@ class HeadLoss(torch.autograd.Function):
 
 
 def head_loss(
-    x: Tensor,  # (n, width): what the head sees; in FP8 normed, and n, width and vocabulary multiples of 16
+    # (n, width): what the head sees. In FP8 it is normed, and the width and each part's tokens and rows are
+    # multiples of 16.
+    x: Tensor,
     head: Tensor,  # (vocabulary, width), or the rows of all parts' candidates, (parts · candidates, width)
     wanted: Targets,
     fp8: bool,  # all three matmuls in FP8, with constant scales (kernels/fp8/matmul.py)
@@ -178,6 +182,9 @@ def head_loss(
 
     No gradient flows from the next-token loss.
     """
+    parts = 1 if candidate_weights is None else len(candidate_weights)
+    check(len(x) % parts == 0, "x", x, f"of {parts} equal parts")
+    check(len(head) % parts == 0, "head", head, f"of {parts} equal parts")
     if not torch.is_grad_enabled():  # A function of autograd would make the logits' gradient all the same.
         x, head = x.detach(), head.detach()
     targets, mixture = torch.stack(wanted.ahead(), dim=1), wanted.mixture
@@ -223,4 +230,4 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
             f"{tokens:,} × {width} × {vocabulary:,}", partial(inputs, tokens, width, vocabulary, parts),
             head_loss, head_loss_reference, 6.0 * tokens * width * vocabulary,
             tokens * vocabulary * (2.0 * 3 + 1.0 * 4), rate=2, wrap=gradients, exact=exact,
-            check_inputs=partial(inputs, min(tokens, 64 * max(parts, 16)), width, vocabulary, parts))
+            check_inputs=partial(inputs, 80 * parts or min(tokens, 1024), width, vocabulary, parts))

@@ -364,7 +364,8 @@ def newest(config) -> Found | None:
             if not path.exists() or path.stat().st_size != size:
                 raise UserError(f"{path}: truncated or missing; resume from another one in {folder.parent}")
         mine = plain(config)
-        for name, theirs in index["config"].items():
+        # What a checkpoint does not name is younger than it, and was as by default.
+        for name, theirs in {**plain(type(config)()), **index["config"]}.items():
             if name in mine and name not in FREE and theirs != mine[name]:
                 what = f"--{name} was {shown(theirs)}, here it is {shown(mine[name])}"
                 what = f"{name} were others" if name in ("layers", "stages") else what

@@ -6,7 +6,7 @@ time changes nothing else.
 """
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -61,7 +61,8 @@ class Fitting:
     def count(self, choice) -> dict[int, Need]:
         """What such micro-batches as the choice's need, by the chunks of a validation."""
         config, ranks = replace(self.config, micro_batches=choice.micro_batches), self.world.size
-        chunks, sampled = halvings(config.val_chunk, config.val_sequence_length), candidates(choice)
+        chunks = halvings(config.val_chunk, config.val_sequence_length)
+        sampled = candidates(choice, self.program.Schedule(choice))
         alike = replace(config, **dict.fromkeys(SIZELESS))
         program = Path(self.program.__file__).read_bytes()  # It may be another one than ours.
         question = "memory", program, alike, ranks, self.copies, sampled, chunks
@@ -180,16 +181,15 @@ def can_split(config, micro_batches: int) -> bool:
                for stage in config.stages)
 
 
-def candidates(config) -> dict[tuple[int, int], int]:
+def candidates(config, steps: Iterable) -> dict[tuple[int, int], int]:
     """About how many candidates a part of a micro-batch has, by tokens and samples of its step.
 
     The loader measures it over many steps. The first parts of the validation text tell nearly as much, at
     once.
     """
     text = open_shard(shards_in(config.data_path, "val")[0], config.vocab_size)
-    found, last = {}, config.stages[-1].batch_tokens
-    steps = {(stage.batch_tokens, stage.softmax_samples) for stage in config.stages}
-    for tokens, samples in steps | {(last, config.extra_samples)}:
+    found = {}
+    for tokens, samples in {(step.batch_tokens, step.samples) for step in steps}:
         share = tokens // config.micro_batches
         part = share // sample_parts(share, config.softmax_tokens)
         parts = (text[start:start + part] for start in range(0, max(LOOKED_AT, share), part))
