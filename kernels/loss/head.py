@@ -223,7 +223,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         shapes = [(16384, 768, 50304, 0), (49152, 768, 50304, 0), (98304, 768, 11264, 6),
                   (98304, 768, 7168, 12)]
     else:
-        shapes = [(48, 32, 320, 0), (48, 32, 320, 3)]
+        shapes = [(48, 32, 320, 0), (32, 32, 320, 2)]
     for tokens, width, vocabulary, parts in shapes:
         yield Example(
             f"head and loss{f' of {parts} samples' if parts else ''}, both ways, FP8, 3 targets",
