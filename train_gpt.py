@@ -178,12 +178,12 @@ class Config:
     # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
     canonical: bool = False
     # So many tokens share a softmax's sample; fewer have fewer targets, which saves logits. 0: all of them.
-    softmax_tokens: Count = 0       # 8,192 with 4,096: 4% less time, for up to 0.004.
+    softmax_tokens: Count = 0       # 8,192 and 4,096 samples save 4% over 16,384 and 6,144, for up to 0.004.
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
     gate_channels: Size = 12        # A gate sees 12 channels of a token, or 6 of x and 6 of its value row.
-    # Embeddings get a gated share of the last one, which frees heads (@ClassicLarry #130). A: 0.004, 0.6 s.
+    # An embedding gets a gated share of the last: no head need look back one (@ClassicLarry #130). A: 0.004.
     smear: bool = True
     # With a long window a key's half without position comes from the token before: one layer can find what
     # followed a token last time, which is induction (@ClassicLarry #169). A: 0.008, 1.3 s.

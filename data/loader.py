@@ -171,6 +171,7 @@ def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, 
     and one with more different targets draws fewer others as candidates.
     """
     bounds = {}
+    # How many are drawn does not matter, but whether any are: else no targets are counted.
     for shape in dict.fromkeys(shape._replace(samples=min(shape.samples, 1)) for shape in shapes):
         plan = Plan(replace(settings, epochs=-1), [shape] * MEASURED, "val")
         sequences, targets, read = 0, 0, 0

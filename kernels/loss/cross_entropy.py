@@ -70,6 +70,11 @@ def cross_entropy_reference(
     return losses, grad.clamp(-limit, limit).to(grad_dtype)
 
 
+def parts_of(candidate_weights: Tensor | None) -> int:
+    """Into how many equal parts the tokens are split: each row of candidate weights is one part's."""
+    return 1 if candidate_weights is None else len(candidate_weights)
+
+
 def set_bits(never: Tensor, columns: int) -> Tensor:
     """Where the bits of never (n, ceil(columns / 8)) uint8 are 1, lowest first: (n, columns) bool."""
     bits = never[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=never.device) & 1
@@ -92,7 +97,7 @@ def check_inputs(logits: Tensor, targets: Tensor, weights: Tensor, grad: Tensor 
     check(counts is None or counts.ndim == 2 and counts.shape[1] == vocabulary and len(counts) > 0
           and tokens % len(counts) == 0 and counts.dtype == torch.float32 and counts.is_contiguous(),
           "candidate_weights", counts, f"contiguous float32 (parts, {vocabulary}) of {tokens} tokens")
-    parts = 1 if counts is None else len(counts)
+    parts = parts_of(counts)
     check(transposed is None or grad is not None and transposed.shape == (parts * vocabulary, tokens // parts)
           and transposed.stride(1) == 1 and transposed.dtype == grad.dtype, "transposed", transposed,
           f"({parts * vocabulary}, {tokens // parts}) of grad's dtype, and given only with grad")
@@ -126,7 +131,7 @@ def cross_entropy(
     check_inputs(logits, targets, weights, grad, transposed, scale, candidate_weights,
                  (log_odds, share, never))
     (tokens, vocabulary), k, weighted = logits.shape, targets.shape[1], candidate_weights is not None
-    parts = len(candidate_weights) if weighted else 1
+    parts = parts_of(candidate_weights)
     part = tokens // parts
     losses = torch.empty(tokens, k, dtype=torch.float32, device=logits.device)
     if tokens == 0:
@@ -170,7 +175,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
 
     def kernel(logits, targets, weights, scale, counts, never, out: torch.dtype | None, tuned=None):
         grad = None if out is None else torch.empty_like(logits, dtype=out)
-        parts = 1 if counts is None else len(counts)
+        parts = parts_of(counts)
         shape = parts * logits.shape[1], len(logits) // parts
         transposed = grad.new_empty(shape) if out == torch.float8_e5m2 else None
         losses = cross_entropy(
@@ -179,8 +184,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
 
     def reference(logits, targets, weights, scale, counts, never, out: torch.dtype | None, both: bool):
         losses, grad = cross_entropy_reference(logits, targets, weights, scale, out, counts, None, never)
-        parts = 1 if counts is None else len(counts)
-        return losses, grad, grad.unflatten(0, (parts, -1)).mT.flatten(0, 1) if both else None
+        return losses, grad, grad.unflatten(0, (parts_of(counts), -1)).mT.flatten(0, 1) if both else None
 
     real = size == "real"
     fp8_too = real or device.type == "cuda"  # The interpreter miscomputes small numbers in e5m2.

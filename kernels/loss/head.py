@@ -28,7 +28,7 @@ from kernels.fp8.matmul import (
 )
 from kernels.fp8.quantize import quantize
 from kernels.gradients import Gradient
-from kernels.loss.cross_entropy import CAP, NEVER, SHIFT, WIDTH, cross_entropy, set_bits
+from kernels.loss.cross_entropy import CAP, NEVER, SHIFT, WIDTH, cross_entropy, parts_of, set_bits
 
 
 class Mixture(NamedTuple):
@@ -75,7 +75,7 @@ def head_loss_reference(
     grad: Gradient | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain PyTorch form of `head_loss`. Softcapped logits lie in (0, 23), so Σ e^s needs no maximum."""
-    parts = 1 if candidate_weights is None else len(candidate_weights)
+    parts = parts_of(candidate_weights)
     made = list(map(fp8_linear if fp8 else F.linear, x.chunk(parts), head.chunk(parts)))
     logits = made[0] if parts == 1 else torch.cat(made)
     logits = CAP * torch.sigmoid((logits.float() + SHIFT) / WIDTH)
@@ -115,7 +115,7 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, x: Tensor, head: Tensor, log_odds: Tensor | None, targets: Tensor, all_wanted: Targets,
                 fp8: bool, candidate_weights: Tensor | None, grad: Gradient | None) -> tuple[Tensor, Tensor]:
         ctx.fp8, ctx.grad, wanted = fp8, grad, any(ctx.needs_input_grad)
-        weights, ctx.parts = all_wanted.weights, 1 if candidate_weights is None else len(candidate_weights)
+        weights, ctx.parts = all_wanted.weights, parts_of(candidate_weights)
         logits = x.new_empty(len(x), len(head) // ctx.parts, dtype=torch.bfloat16 if fp8 else x.dtype)
         logits_grad = transposed = scale = share = None
         if fp8:
@@ -182,7 +182,7 @@ def head_loss(
 
     No gradient flows from the next-token loss.
     """
-    parts = 1 if candidate_weights is None else len(candidate_weights)
+    parts = parts_of(candidate_weights)
     check(len(x) % parts == 0, "x", x, f"of {parts} equal parts")
     check(len(head) % parts == 0, "head", head, f"of {parts} equal parts")
     if not torch.is_grad_enabled():  # A function of autograd would make the logits' gradient all the same.
