@@ -486,7 +486,7 @@ class GPT(nn.Module):
         self.ngrams = ngrams.NGrams(config.ngrams, config.ngram_rows, config.head_dim, depth, collectives,
                                     self.dtype, device, classes)
         self.guesses = retrieval.Guesses(config.near_match, self.ops.suffix_keys)
-        self.ngrams.read_guesses(self.guesses)
+        self.ngrams.find_by(self.ops.ngram_index, self.guesses)
         capacity = sum(step.batch_tokens for step in Schedule(config))
         self.counts = retrieval.TextCounts(config.retrieval, capacity, device)
         self.copy_head = copying.CopyHead(
@@ -523,7 +523,7 @@ class GPT(nn.Module):
         positions, scale = self.positions(batch, step)      # and attention's scale
         sequences = Sequences.of(batch.cu_seqlens, batch.max_length, len(batch.tokens))
         by_token = self.sort(batch.tokens)
-        rows = self.ngrams.index(ops.ngram_index, batch.tokens, positions.is_start)
+        rows = self.ngrams.index(batch)
         transit.reach("embedding")
         smear_scale, backout_scale = self.scalars.unbind()
         x = ops.lookup(self.head, by_token)
@@ -921,14 +921,6 @@ class Optimizer:
     def state(self) -> list[Tensor]:
         return [self.finite, *self.averages.state, *(x for one in self.shards.values() for x in one.state())]
 
-    def snapshot(self) -> list[Tensor | None]:
-        """All that a step changes, weights included; None for what is all zero, as most is at first."""
-        return [x.clone() if x.any() else None for x in self.state()]
-
-    def restore(self, snapshot: list[Tensor | None]) -> None:
-        for mine, kept in zip(self.state(), snapshot, strict=True):
-            mine.zero_() if kept is None else mine.copy_(kept)
-
 
 # ========== 5. Schedule ==============================================================================
 
@@ -1016,13 +1008,19 @@ class Trainer:
         world.be_deterministic(config.deterministic)
         self.text = TextSettings.of(config)
         self.loader = Loader(
-            self.text, [step.shape for step in self.schedule], world.rank, world.size, world.device)
+            self.text, [step.shape for step in self.schedule], world.rank, world.size, world.device,
+            prepare=self.prepared)
         self.chunks = config.val_tokens, config.val_chunk, config.val_sequence_length, world.size
         self.validation = scored_text("val", self.text, *self.chunks)
         self.model = GPT(config, world.device, world.collectives)
         self.optimizer = Optimizer(self.model, config, world)
         self.loss = torch.zeros((), device=world.device)
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Batch]]] = {}     # by kind of step
+
+    def prepared(self, batch: Batch) -> Batch:
+        """The batch on the device, with its rows of n-grams. The loader calls this beside earlier steps."""
+        batch = to_device(batch, self.world.device)
+        return batch if len(batch.rows) else batch._replace(rows=self.model.ngrams.find(batch))
 
     def step(self, step: Step, batches: list[Batch]) -> Tensor:
         """Train on this rank's micro-batches; all ranks' mean next-token loss (0-dim), not waited for."""
@@ -1032,13 +1030,14 @@ class Trainer:
                               (rates.slow_share, step.slow_share),
                               *zip(self.model.loss_weights, step.multi_token)):
             number.fill_(value)
+        batches = [self.prepared(batch) for batch in batches]
         if step.kind in self.graphs:
             graph, inputs = self.graphs[step.kind]
             into, given = ([x for batch in side for x in batch[:-1]] for side in (inputs, batches))
             torch._foreach_copy_(into, given)
             graph.replay()
         else:
-            self.program(step, [to_device(batch, self.world.device) for batch in batches])
+            self.program(step, batches)
         self.optimizer.averages.after(step.index)
         if self.config.check_ranks and (step.index + 1) % self.config.check_ranks == 0:
             self.optimizer.check_ranks()
@@ -1090,7 +1089,7 @@ class Trainer:
 
     def rehearse(self) -> None:
         """Run every kind of step and of validation, then put everything back as it was."""
-        snapshot, kinds = self.optimizer.snapshot(), self.schedule.kinds()
+        before, kinds = updates.snapshot(self.optimizer.state()), self.schedule.kinds()
         # Batches come as in the run, so that the costs of first use are off the clock: 0.4 s on four GPUs.
         rehearsal = self.loader.rehearsal([step.shape for step in kinds])
         acts = [self.step]
@@ -1100,8 +1099,8 @@ class Trainer:
         for act in acts:
             for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
                 act(step, batches)
-        self.optimizer.restore(snapshot)
-        del snapshot                                # Validation takes its memory.
+        updates.restore(self.optimizer.state(), before)
+        del before                                  # Validation takes its memory.
         self.model.counts.forget()
         batch = to_device(self.validation.batches[0], self.world.device)
         with canonical.without_waiting():

@@ -1,7 +1,7 @@
 """Batches: which sequences each step trains on, planned a little ahead. What is scored: scoring.py."""
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -60,6 +60,7 @@ class Batch(NamedTuple):
     # (parts, k) int32, ascending: tokens whose logits each equal part of the n tokens computes; (0,): all
     candidates: Tensor
     weights: Tensor         # like `candidates`: the bits, int32, of each one's float32 weight in sums
+    rows: Tensor            # (n · rows a token,) int32: what tokens read of the n-gram table; (0,): not known
     max_length: int         # no sequence is longer
 
     @property
@@ -199,12 +200,16 @@ class Loader:
     """
 
     def __init__(self, settings: TextSettings, shapes: Seq[StepShape], rank: int, ranks: int,
-                 device: torch.device, split: str = "train", bounds: dict[int, Bounds] | None = None):
+                 device: torch.device, split: str = "train", bounds: dict[int, Bounds] | None = None,
+                 prepare: Callable[[Batch], Batch] = lambda batch: batch):
         """`shapes`: of every step of the run. `bounds` are measured if they are not given.
 
+        `prepare` gets each batch that has been brought to a GPU, on the stream of the copies and in the
+        thread that makes batches. So what it launches runs beside earlier steps.
         Raises ShardError where the shards are bad or hold fewer tokens than the steps take.
         """
         self.settings, self.shapes, self.rank, self.ranks, self.device = settings, shapes, rank, ranks, device
+        self.prepare = prepare
         self.bounds = bounds or measure_bounds(settings, shapes)
         self.plan = Plan(settings, shapes, split, self.bounds)
         taken = np.array([shape.tokens for shape in shapes])
@@ -220,7 +225,7 @@ class Loader:
     def rehearsal(self, shapes: Seq[StepShape]) -> "Loader":
         """Batches of the same form from the validation text, again and again if it is short."""
         settings = replace(self.settings, epochs=-1)
-        return Loader(settings, shapes, self.rank, self.ranks, self.device, "val", self.bounds)
+        return Loader(settings, shapes, self.rank, self.ranks, self.device, "val", self.bounds, self.prepare)
 
     @property
     def candidates(self) -> dict[tuple[int, int], int]:
@@ -279,7 +284,7 @@ class Loader:
 
         def make(index: int, room: Room | None) -> list[Batch]:
             batches = self.batches(index)
-            return room.bring(batches, stream) if room else batches
+            return room.bring(batches, stream, self.prepare) if room else batches
 
         def deliver() -> Iterator[list[Batch]]:
             rest, in_turn, ahead = iter(indices), cycle(rooms or [None]), deque()
@@ -298,6 +303,8 @@ class Loader:
                     batches = made.result()
                     if room:
                         room.ready.wait()
+                        for batch in batches:       # The rows were made on the stream of the copies.
+                            batch.rows.record_stream(torch.cuda.current_stream())
                     yield batches
                     if room:
                         room.left.record()
@@ -325,8 +332,9 @@ class Room:
         self.ready, self.left = torch.cuda.Event(), torch.cuda.Event()
         self.left.record()
 
-    def bring(self, batches: list[Batch], stream: torch.cuda.Stream) -> list[Batch]:
-        """Copy them to the GPU in one piece, on `stream`; they are there once `ready` is."""
+    def bring(self, batches: list[Batch], stream: torch.cuda.Stream,
+              prepare: Callable[[Batch], Batch]) -> list[Batch]:
+        """Copy them to the GPU in one piece, and prepare them, on `stream`; all is done once `ready` is."""
         tensors = [x for batch in batches for x in batch[:-1]]
         sizes = [round_up(x.numel(), ALIGNED) for x in tensors]
         total = sum(sizes)
@@ -337,17 +345,19 @@ class Room:
         with torch.cuda.stream(stream):
             stream.wait_event(self.left)
             self.there[:total].copy_(self.here[:total], non_blocking=True)
+            arrived = iter(piece[:x.numel()].view(x.shape)
+                           for piece, x in zip(self.there[:total].split(sizes), tensors))
+            batches = [prepare(Batch(*(next(arrived) for _ in batch[:-1]), batch.max_length))
+                       for batch in batches]
             self.ready.record()
-        arrived = iter(piece[:x.numel()].view(x.shape)
-                       for piece, x in zip(self.there[:total].split(sizes), tensors))
-        return [Batch(*(next(arrived) for _ in batch[:-1]), batch.max_length) for batch in batches]
+        return batches
 
 
 def make_batch(sequences: Iterable[Sequence], n: int, most: int, longest: int, document_start: int) -> Batch:
-    """A batch of n tokens without candidates; see `pack`."""
+    """A batch of n tokens without candidates and rows; see `pack`."""
     arrays = pack(sequences, n, most, longest, document_start)
     none = torch.empty(0, dtype=torch.int32)
-    return Batch(*map(torch.from_numpy, arrays), none, none, longest)
+    return Batch(*map(torch.from_numpy, arrays), none, none, none, longest)
 
 
 def to_device(batch: Batch, device: torch.device, copy: bool = False) -> Batch:

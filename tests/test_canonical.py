@@ -178,7 +178,7 @@ def test_a_model_is_scored_with_it_and_trained_without():
     assert "never" not in masked.state_dict() and masked.never.bits.shape == (GPT2_SIZE, COLUMNS // 8)
     tokens = torch.tensor([50256, 1169, 3797, 3332, 319, 262, 2603, 13], dtype=torch.int32)    # the cat sat …
     none, cu_seqlens = tokens[:0], torch.tensor([0, 7], dtype=torch.int32)
-    batch = train_gpt.Batch(tokens[:-1], tokens[1:], cu_seqlens, none, none, 7)
+    batch = train_gpt.Batch(tokens[:-1], tokens[1:], cu_seqlens, none, none, none, 7)
     step = train_gpt.Schedule(config).validation(1)
     for model in (plain, masked):
         torch.nn.init.normal_(model.head, std=0.5, generator=torch.Generator().manual_seed(1))

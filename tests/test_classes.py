@@ -1,4 +1,6 @@
 """What tokens have in common by their spelling, and that the rows of n-grams of classes follow it."""
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 from conftest import TINY
@@ -70,7 +72,9 @@ def test_rows_of_classes():
     plain = ngrams.ngram_index_reference(tokens, starts, (2, 3), 10_007)
     assert not torch.equal(plain[:6], plain[6:])
     table = ngrams.NGrams((2, 3), 10_007, 16, 1, Collectives(1), torch.float32, torch.device("cpu"), classes)
-    assert torch.equal(table.index(ngrams.ngram_index_reference, tokens, starts), rows)
+    table.find_by(ngrams.ngram_index_reference)
+    batch = SimpleNamespace(tokens=tokens, cu_seqlens=torch.tensor([0, 3, 6]))
+    assert torch.equal(table.find(batch), rows)
 
 
 def test_all_rows_are_used_and_a_missing_token_is_none():

@@ -552,6 +552,19 @@ def test_gradients_are_complete_behind_what_a_layer_reads(config, changes, parts
                 assert torch.equal(grad, p.grad if i >= number else torch.zeros_like(p)), (stop, i)
 
 
+def test_a_step_takes_the_rows_that_came_with_its_batch(config):
+    """They are what it would have found; other ones would be taken, too."""
+    trainer = make_trainer(config, near_match=(1, 2), ngrams=(2,), ngram_rows=1009)
+    awake(trainer.model)
+    step, batch = trainer.schedule.at(0), first_batch(trainer)
+    ready = trainer.prepared(batch)
+    assert trainer.prepared(ready).rows is ready.rows and len(ready.rows) == 2 * len(batch.tokens)
+    with torch.no_grad():
+        found, given, other = (trainer.model(each, step)[0].item() for each in (
+            batch, ready, ready._replace(rows=ready.rows.flip(0))))
+    assert found == given != other
+
+
 # ---- Ingredients
 
 @cache                                  # The recipe's losses are wanted for every ingredient.

@@ -316,9 +316,9 @@ def test_warm_up_leaves_no_trace(config):
 
 
 def test_a_warm_up_that_was_not_finite_does_not_stop_the_run(trainer):
-    snapshot = trainer.optimizer.snapshot()
+    snapshot = updates.snapshot(trainer.optimizer.state())
     trainer.optimizer.check_finite(torch.tensor(torch.nan))
-    trainer.optimizer.restore(snapshot)
+    updates.restore(trainer.optimizer.state(), snapshot)
     assert trainer.optimizer.finite
 
 
@@ -374,13 +374,14 @@ def test_the_row_update_takes_the_rows_of_two_steps(config, monkeypatch):
 
         monkeypatch.setattr(train_gpt, "choose_ops", chosen)
         trainer = train_gpt.Trainer(config, train_gpt.World())
-        shard, snapshot = trainer.optimizer.shards["n-gram table"], trainer.optimizer.snapshot()
+        shard = trainer.optimizer.shards["n-gram table"]
+        snapshot = updates.snapshot(trainer.optimizer.state())
         gradients = shard.table.gradients
         assert isinstance(gradients, ngrams.RowGradients) == by_row
         if warm:
             trainer.step(trainer.schedule.at(2), trainer.loader.batches(2))
             assert gradients.count
-            trainer.optimizer.restore(snapshot)
+            updates.restore(trainer.optimizer.state(), snapshot)
         assert not by_row or not (gradients.count or gradients.place.any() or gradients.grads.any())
         for step in map(trainer.schedule.at, range(4)):
             trainer.step(step, trainer.loader.batches(step.index))

@@ -32,7 +32,7 @@ def random_batches(steps: int, micro_batches: int, n: int, vocabulary: int) -> l
         begins = np.union1d([0], rng.choice(n, 6)).tolist()
         tokens, targets = torch.from_numpy(rng.integers(0, vocabulary, (2, n)).astype(np.int32))
         cu_seqlens = torch.tensor(begins + [n] * (8 - len(begins)), dtype=torch.int32)
-        made.append(train_gpt.Batch(tokens, targets, cu_seqlens, tokens[:0], tokens[:0], n))
+        made.append(train_gpt.Batch(tokens, targets, cu_seqlens, tokens[:0], tokens[:0], tokens[:0], n))
     return [made[i:i + micro_batches] for i in range(0, len(made), micro_batches)]
 
 
@@ -127,7 +127,7 @@ def test_the_largest_vocabulary_can_be_counted():
     largest = counts.LARGEST_VOCABULARY
     text = TextCounts((1, 3), 8, CPU)
     tokens = torch.tensor([largest - 1] * 8).int()
-    batch = train_gpt.Batch(tokens, tokens, torch.tensor([0, 8]).int(), tokens[:0], tokens[:0], 8)
+    batch = train_gpt.Batch(tokens, tokens, torch.tensor([0, 8]).int(), tokens[:0], tokens[:0], tokens[:0], 8)
     text.learn([batch], Collectives(1).all_gathered)
     text.sort()
     keys = counts.pack(*counts.last_tokens(tokens + 1, starts(batch.cu_seqlens, 8)))
@@ -178,7 +178,7 @@ def test_what_fills_a_batch_up_is_no_text():
     text = TextCounts((1, 2), 64, CPU)
     tokens = torch.tensor([9, 0, 0, 7, 5] + [0] * 11)
     batch = train_gpt.Batch(tokens.int(), torch.tensor([0, 0, 7, 5, 6] + [-1] * 11).int(),
-                            torch.tensor([0, 5, 16]).int(), tokens[:0].int(), tokens[:0].int(), 11)
+                            torch.tensor([0, 5, 16]).int(), *[tokens[:0].int()] * 3, 11)
     text.learn([batch], Collectives(1).all_gathered)
     assert text.written().tolist() == [-10, 1, 1, 8, 6] + [0] * 11
     text.sort()
@@ -189,10 +189,10 @@ def test_what_fills_a_batch_up_is_no_text():
 def test_rows_of_guesses_follow_those_of_n_grams(near):
     table = ngrams.NGrams((2, 3), 1009, 16, 3, Collectives(1), torch.float32, CPU)
     guesses, [[batch]] = Guesses(near, suffix_keys_reference), random_batches(1, 1, 60, 3)
-    table.read_guesses(guesses)
+    table.find_by(ngrams.ngram_index_reference, guesses)
     table.initialise()
     is_start = starts(batch.cu_seqlens, 60)
-    rows = table.index(ngrams.ngram_index_reference, batch.tokens, is_start).view(60, -1)
+    rows = table.find(batch).view(60, -1)
     assert rows.shape[1] == table.heads == table.scales.shape[1] == 2 + len(near)
     alone = ngrams.ngram_index_reference(batch.tokens, is_start, (2, 3), 1009)
     assert torch.equal(rows[:, :2].flatten(), alone)

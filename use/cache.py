@@ -73,7 +73,7 @@ class Reader:
         starts[:, 0] = True
         flat, cu_seqlens = rows.flatten().int(), starts.flatten().nonzero()[:, 0].int()
         cu_seqlens = torch.cat([cu_seqlens, cu_seqlens.new_tensor([len(flat)])])
-        batch = Batch(flat, torch.full_like(flat, -1), cu_seqlens, flat[:0], flat[:0], rows.shape[1])
+        batch = Batch(flat, torch.full_like(flat, -1), cu_seqlens, *[flat[:0]] * 3, rows.shape[1])
         return self.model(batch, self.step)
 
     def of_new(self, x: Tensor) -> Tensor:

@@ -31,4 +31,5 @@ from kernels.optimizer.normuon import (
 )
 from kernels.optimizer.orthogonalize import newton_schulz, newton_schulz_reference
 from kernels.optimizer.shared_updates import SharedUpdates, feature_update, feature_update_reference
+from kernels.optimizer.snapshot import restore, snapshot
 from kernels.optimizer.sparse_adam import row_adam, row_adam_reference

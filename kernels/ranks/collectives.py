@@ -210,8 +210,11 @@ class PeerCopies(Collectives):
             work()
             return Copies(self.stream.record_event())
 
-    def collect(self, into: Tensor, source: Tensor, own_part: bool) -> None:
-        """into[r] of (size, ...) becomes rank r's `source` or, with `own_part`, this rank's part of it."""
+    def collect(self, into: Tensor, source: Tensor, own_part: bool, own: bool = True) -> None:
+        """into[r] of (size, ...) becomes rank r's `source` or, with `own_part`, this rank's part of it.
+
+        Without `own` it is left out for this rank.
+        """
         if source.untyped_storage().data_ptr() not in self.memories:
             kind = source.numel(), source.dtype
             if kind not in self.staging:
@@ -219,16 +222,26 @@ class PeerCopies(Collectives):
             source = self.staging[kind].copy_(source.reshape(-1))
         memory, first = self.memories[source.untyped_storage().data_ptr()], source.storage_offset()
         first += self.rank * into[0].numel() if own_part else 0
+
+        def copy(peer: int) -> None:
+            into[peer].copy_(memory.get_buffer(peer, into[0].shape, source.dtype, first), non_blocking=True)
+
         # A barrier that gives up names the rank on the standard output, and stops all work on its GPU.
         limit = int(PATIENCE.total_seconds() * 1000)
+        if own:  # The others may be late.
+            copy(self.rank)
         memory.barrier(timeout_ms=limit)
-        for step in range(self.size):
-            peer = (self.rank + step) % self.size  # in each step every rank reads from another one
-            into[peer].copy_(memory.get_buffer(peer, into[0].shape, source.dtype, first), non_blocking=True)
+        for step in range(1, self.size):
+            copy((self.rank + step) % self.size)  # In each step every rank reads from another one.
         memory.barrier(timeout_ms=limit)
 
     def add_up(self, out: Tensor, source: Tensor, own_part: bool) -> None:
         """out becomes the sum over ranks of their `source`, or of this rank's part of it."""
         parts = torch.empty(self.size, *out.shape, dtype=out.dtype, device=out.device)
-        self.collect(parts, source, own_part)
-        torch.sum(parts, 0, out=out)
+        if self.size == 2:      # The same bits, by one pass over both and without a copy of the own part.
+            self.collect(parts, source, own_part, own=False)
+            own = source.chunk(2)[self.rank] if own_part else source
+            torch.add(own, parts[1 - self.rank], out=out)
+        else:
+            self.collect(parts, source, own_part)
+            torch.sum(parts, 0, out=out)

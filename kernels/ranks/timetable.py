@@ -11,7 +11,7 @@ of the backward pass. So the exchange of their features and their update run und
 
     weights     all_gather, started two stops before the forward pass needs them, under the layers between
     gradients   reduce_scatter, started once the backward pass has left the stop that uses the weights first
-    small ones  one all_reduce after the backward pass, for scalars and gates, which every rank updates
+    small ones  one all_reduce behind all of these, for scalars and gates, which every rank updates
     n-grams     two all_to_alls that the model itself sends: rows forward, their gradients backward
     features    with `--shared_updates` a reduce_scatter of gradients and an all_gather of updates, in the
                 update of each group of tables of tokens
@@ -99,7 +99,7 @@ def timetable(traffic: list[Traffic], layers: int, adam_updated: bool, update_ad
             Transfer("reduce_scatter", group, i, stops[use] if under_way else UPDATE, UPDATE))
     small = [one.group for one in traffic if one.replicated and update_adam]
     if small:
-        late.insert(0, Transfer("all_reduce", SMALL, None, UPDATE, UPDATE))
+        late.append(Transfer("all_reduce", SMALL, None, UPDATE, UPDATE))
     tables = [one.group for one in traffic if not one.rounds]
     updated = [one for one in traffic if one.every_step or update_adam]
     return Timetable(gathers, early + late, updates_of(updated, early + late), of_the_model(bool(tables)))

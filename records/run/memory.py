@@ -231,9 +231,12 @@ def heaviest(steps: Iterable) -> list:
             if not any(other != size and all(map(ge, other, size)) for other in sizes)]
 
 
-def empty_batch(tokens: int, candidates: tuple[int, ...], longest: int) -> Batch:
-    """A batch on the meta device, with room for short sequences. `candidates`: the shape of its samples."""
-    sizes = tokens, tokens, tokens // 16, candidates, candidates
+def empty_batch(tokens: int, candidates: tuple[int, ...], rows: int, longest: int) -> Batch:
+    """A batch on the meta device, with room for short sequences.
+
+    candidates: the shape of its samples; rows: how many of the n-gram table its tokens read, 0: not known.
+    """
+    sizes = tokens, tokens, tokens // 16, candidates, candidates, rows
     return Batch(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes), longest)
 
 
@@ -245,7 +248,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
     `program` is train_gpt.py as a module; `copies`: ranks exchange by copies; `candidates`: of a
     sample of the sampled softmax, by tokens and samples of its step. `launch`: see `Counter.counting`.
     """
-    counter, peaks, schedule = Counter(), [], program.Schedule(config)
+    counter, peaks, finding, schedule = Counter(), [], 0, program.Schedule(config)
     on_each, kinds = config.micro_batches // ranks, schedule.kinds()
     with counter.counting(launch):
         others = OtherRanks(ranks, counter, copies)
@@ -261,7 +264,10 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
             if step.samples:
                 sampled = (sample_parts(tokens, config.softmax_tokens),
                            candidates[step.batch_tokens, step.samples])
-            batch = empty_batch(tokens, sampled, step.sequence_length)
+            batch = empty_batch(tokens, sampled, tokens * model.ngrams.heads, step.sequence_length)
+            before = counter.restart()
+            model.ngrams.find(batch)    # as the loader does beside earlier steps
+            finding = max(finding, counter.peak - before)
             before = counter.restart()
             trainer.program(step, [batch] * min(on_each, 2))
             peaks.append(counter.peak - before)
@@ -272,9 +278,10 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
             apart += counter.peak - before
         # A graph of each kind of step has inputs of its own, and batches are on their way twice.
         inputs = on_each * sum(x.nbytes for x in batch[:-1]) * (len(kinds) + 2 * (AHEAD + 2))
+        inputs += finding
         validation = {}
         for chunk in chunks:
-            batch = empty_batch(chunk, (0,), config.val_sequence_length)
+            batch = empty_batch(chunk, (0,), 0, config.val_sequence_length)
             before = counter.restart()
             model.score(batch, schedule.validation(len(schedule)))
             validation[chunk] = counter.peak - before

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import train_gpt
-from data.loader import to_device
+from kernels import optimizer as updates
 from records.run.clock import Clock
 from records.run.ending import EXPECTED, exit_status, leave
 from records.run.fit import fitted
@@ -77,8 +77,7 @@ def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
     """
     device, times = trainer.world.device, []
     for pair in pairs_of_stages(trainer.schedule):
-        batches = [[to_device(batch, device) for batch in trainer.loader.batches(step.index)]
-                   for step in pair]
+        batches = [[trainer.prepared(batch) for batch in trainer.loader.batches(step.index)] for step in pair]
         clock, laps = Clock(device), []
         for i in range(4 + steps):
             if i == 4:
@@ -207,7 +206,7 @@ def train_screened(tries: list[str], argv: list[str], world: train_gpt.World, sa
 
 def losses(trainer: train_gpt.Trainer, start: tuple, count: int) -> list[float]:
     """The first `count` training losses from the weights and optimizer state `start`."""
-    trainer.optimizer.restore(start)
+    updates.restore(trainer.optimizer.state(), start)
     steps = list(trainer.schedule)[:count]
     return torch.stack([trainer.step(step, trainer.loader.batches(step.index)) for step in steps]).tolist()
 
@@ -221,7 +220,7 @@ def apart(a: list[float], b: list[float]) -> str:
 def check(config: train_gpt.Config, world: train_gpt.World, count: int, deterministic: bool) -> str:
     """How far the first losses of two eager runs and two of graphs differ, all from the same weights."""
     trainer = build(change(config, deterministic=deterministic), world)
-    start, graphs, runs = trainer.optimizer.snapshot(), trainer.graphs, []
+    start, graphs, runs = updates.snapshot(trainer.optimizer.state()), trainer.graphs, []
     for chosen in ({}, {}, graphs, graphs):
         trainer.graphs = chosen
         runs.append(losses(trainer, start, count))

@@ -18,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 
 import train_gpt
-from data.loader import to_device
 from records.run.ending import EXPECTED, exit_status, leave
 from records.run.fit import fitted
 from records.tools import markdown
@@ -100,7 +99,7 @@ def profile_steps(trainer: train_gpt.Trainer, out: Path) -> dict[str, dict[str, 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     kinds = trainer.schedule.kinds()
     for i, step in enumerate(tqdm(kinds, unit="kind", disable=trainer.world.rank > 0)):
-        batches = [to_device(batch, device) for batch in trainer.loader.batches(step.index)]
+        batches = [trainer.prepared(batch) for batch in trainer.loader.batches(step.index)]
         for _ in range(2):
             trainer.step(step, batches)
         trainer.world.barrier()

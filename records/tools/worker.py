@@ -23,14 +23,16 @@ from types import ModuleType
 import torch
 
 import train_gpt
+from data.loader import to_device
 
 
 def measure(ablate: ModuleType, trainer: train_gpt.Trainer, steps: int) -> list[float]:
     """As `ablate.measure` of the checkout that this file lies in: in turn steps with and without Adam."""
     device, times = trainer.world.device, []
+    # An older checkout has no `prepared`; its steps do all the rest.
+    prepared = getattr(trainer, "prepared", None) or partial(to_device, device=device)
     for pair in ablate.pairs_of_stages(trainer.schedule):
-        batches = [[ablate.to_device(batch, device) for batch in trainer.loader.batches(step.index)]
-                   for step in pair]
+        batches = [[prepared(batch) for batch in trainer.loader.batches(step.index)] for step in pair]
         clock, laps = ablate.Clock(device), []
         for i in range(-4, steps):
             if i == 0:

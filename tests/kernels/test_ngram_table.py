@@ -1,4 +1,6 @@
 """The n-gram table as a module: its hash, what it looks up, where gradients go."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from checks import DEVICE, DTYPE, random, refused, same_bits
@@ -10,8 +12,16 @@ from kernels.retrieval import suffix_keys, suffix_keys_reference
 
 def table(lengths: tuple[int, ...] = (2, 3), rows: int = 1009, layers: int = 3) -> ngrams.NGrams:
     model = ngrams.NGrams(lengths, rows, 16, layers, Collectives(1), DTYPE, DEVICE)
+    model.find_by(ngrams.ngram_index)
     model.initialise()
     return model
+
+
+def batch_of(tokens: torch.Tensor, is_start: torch.Tensor) -> SimpleNamespace:
+    """What of a batch a table reads; its rows are not known."""
+    ends = torch.tensor([len(tokens)], device=DEVICE)
+    cu_seqlens = torch.cat([is_start.nonzero()[:, 0], ends]).int()
+    return SimpleNamespace(tokens=tokens, cu_seqlens=cu_seqlens, rows=tokens[:0].int())
 
 
 @pytest.mark.parametrize("hash_rows", [ngrams.ngram_index, ngrams.ngram_index_reference])
@@ -85,10 +95,13 @@ def test_tokens_of_other_ranks_count_in_rank_order():
             return torch.cat([x, x])
 
     model = ngrams.NGrams((2, 3), 1009, 16, 3, Both(2), DTYPE, DEVICE)
+    model.find_by(ngrams.ngram_index)
     tokens, is_start = torch.arange(5, device=DEVICE), torch.arange(5, device=DEVICE) == 0
-    index = model.index(ngrams.ngram_index, tokens, is_start)
+    index = model.index(batch_of(tokens, is_start))
     alone = ngrams.ngram_index(tokens, is_start, (2, 3), 1009)
     assert torch.equal(index, torch.cat([alone, alone]))
+    known = SimpleNamespace(rows=alone + 1)     # found before, by whoever brought the batch
+    assert torch.equal(model.index(known), torch.cat([alone, alone]) + 1)
     assert model.table.shape == (1009, 8) and model.numbers_elsewhere() == 1009 * 8
 
 
@@ -100,7 +113,7 @@ def test_each_layer_gets_the_rows_of_its_tokens_and_the_table_their_gradient(by_
     with torch.no_grad():
         model.table.copy_(random(*model.table.shape))
     tokens, is_start = torch.arange(20, device=DEVICE) % 4, torch.arange(20, device=DEVICE) % 10 == 0
-    index = model.index(ngrams.ngram_index, tokens, is_start)
+    index = model.index(batch_of(tokens, is_start))
     lookup, sort = embedding.lookup_reference, embedding.unsorted
     if by_kernels:
         lookup, sort = embedding.lookup, embedding.sort_beside
@@ -136,9 +149,10 @@ def test_written_rows_come_in_parts(monkeypatch):
 @pytest.mark.parametrize("lengths, rows", [((2, 3), 0), ((), 1009)])
 def test_without_rows_or_lengths_there_is_no_table(lengths, rows):
     model, tokens = table(lengths, rows), torch.zeros(3, dtype=torch.long, device=DEVICE)
-    index = model.index(ngrams.ngram_index, tokens, tokens == 0)
+    batch = batch_of(tokens, tokens == 0)
+    index = model.index(batch)
     sent = model.send(index, embedding.lookup, embedding.sort_rows, ngrams.share_values)
-    assert index is None and sent.values(0) is None
+    assert not len(model.find(batch)) and index is None and sent.values(0) is None
     assert not list(model.parameters()) and model.numbers_elsewhere() == 0
 
 
