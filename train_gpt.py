@@ -397,7 +397,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
 class Transit:
     """One step's way through the model: what its micro-batches share, and who hears where a pass stands.
 
-    The stops of a pass are "embedding", "n-grams", "layer 0", "layer 1", …, "head".
+    The stops of a pass are "embedding", "n-grams", "layer 0", "mlp 0", "layer 1", …, "head".
     """
 
     def __init__(self, optimizer: "Optimizer | None" = None):
@@ -536,6 +536,7 @@ class GPT(nn.Module):
         for i, scales in enumerate(self.residual_scalars.unbind()):
             transit.reach(f"layer {i}", streams[i].newest)
             update = self.attend(i, streams[self.sources[i]], context)
+            transit.reach(f"mlp {i}", update)
             stream, x = ops.mlp_input((*streams[i].summands, update), scales)
             update = self.feed_forward(i, x, transit)
             streams.append(mlp.Residual(stream, update, readers=self.readers[i + 1]))
@@ -659,7 +660,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
     """Which parameters get which algorithm, rate and decay: the one table of the optimizer."""
     depth, height = len(config.layers), config.heads * config.head_dim
     each = [f"layer {i}" for i in range(depth)]
-    both = [stop for stop in each for _ in ("MLP-in", "MLP-out")]
+    both = [f"mlp {i}" for i in range(depth) for _ in ("MLP-in", "MLP-out")]
     valued = [each[i] for i in model.value_index]
 
     def adam(name: str, params: list, stops: list[str], lr: float, betas: tuple, decay: float = 0.0,

@@ -535,7 +535,7 @@ class Watching(train_gpt.Transit):
 @pytest.mark.parametrize("changes", [{}, EVERY_INGREDIENT, TOPOLOGIES["late"]],
                          ids=["recipe", "every ingredient", "late"])
 def test_gradients_are_complete_behind_what_a_layer_reads(config, changes, parts, kernels):
-    """Those of a layer and of all later ones, and that of the layer before has not begun."""
+    """Behind an MLP its own and those of all later layers, behind a layer all of its own; no others."""
     trainer = make_trainer(config, **changes, batch_tokens=(512,) * 3)
     model = trainer.model
     awake(model)
@@ -544,12 +544,13 @@ def test_gradients_are_complete_behind_what_a_layer_reads(config, changes, parts
     model.zero_grad(set_to_none=False)
     transit = Watching(matrices)
     model(first_batch(trainer), trainer.schedule.at(0), transit)[0].backward()
-    stops = [*(f"layer {i}" for i in range(len(matrices))), "head"]
-    assert list(transit.seen) == stops[::-1]
-    for number, stop in enumerate(stops):
-        for i, (layer, grads) in enumerate(zip(matrices, transit.seen[stop])):
-            for p, grad in zip(layer, grads):
-                assert torch.equal(grad, p.grad if i >= number else torch.zeros_like(p)), (stop, i)
+    stops = [*((part, i) for i in range(len(matrices)) for part in ("layer", "mlp")), ("head", len(matrices))]
+    assert list(transit.seen) == [f"{part} {i}" if part != "head" else part for part, i in stops[::-1]]
+    for (part, number), seen in zip(stops[::-1], transit.seen.values()):
+        for i, (layer, grads) in enumerate(zip(matrices, seen)):
+            for k, (p, grad) in enumerate(zip(layer, grads)):
+                complete = i > number or i == number and (part == "layer" or k > 1)
+                assert torch.equal(grad, p.grad if complete else torch.zeros_like(p)), (part, number, i, k)
 
 
 def test_a_step_takes_the_rows_that_came_with_its_batch(config):

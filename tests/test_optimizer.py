@@ -497,8 +497,10 @@ def test_gradients_are_complete_when_their_sum_starts(config, monkeypatch, kerne
             assert torch.equal(now, early), (name, stop)
             checked.append((name, stop))
     layers = [f"layer {i}" for i in range(len(config.layers))]
-    assert stops == ["head", *layers[::-1], UPDATE] and step.update_adam
-    assert {stop for name, stop in checked if name == "mlp"} == set(layers)
+    mlps = [f"mlp {i}" for i in range(len(config.layers))]
+    passed = [stop for pair in zip(layers, mlps) for stop in pair]
+    assert stops == ["head", *passed[::-1], UPDATE] and step.update_adam
+    assert {stop for name, stop in checked if name == "mlp"} == set(mlps)
     assert ("head", UPDATE) in checked
     valued = {layers[i] for i in model.value_index}
     assert {stop for name, stop in checked if name == "value tables"} == valued

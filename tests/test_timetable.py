@@ -33,7 +33,7 @@ def test_timetable_of_the_speedrun_is_the_pinned_one():
             kind = "every step" if one.every_step else "Adam's steps"
             kind += ", replicated" * one.replicated
             rounds.setdefault(f"{one.group:16} {kind}: {', '.join(one.rounds) or 'none'}", []).append(ranks)
-    lines = ["The first use of each group's rounds", ""]
+    lines = ["The stops of each group's rounds", ""]
     lines += [f"ranks {', '.join(map(str, ranks)):10}  {text}" for text, ranks in rounds.items()]
     traffic = traffic_of(config, 4)
     for name, kind in KINDS.items():

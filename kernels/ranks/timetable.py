@@ -1,15 +1,17 @@
 """Which collective of a training step starts where, and where it is waited for: communication as data.
 
-A step's forward pass has stops: "embedding", "n-grams", "layer 0", "layer 1", …, "head". Its backward pass
-comes by them in reverse. `timetable` makes lists of transfers from the kind of step and from the rounds in
-which each group of parameters sends; those depend on the number of ranks. `Optimizer` in train_gpt.py works
-through the lists, and `python train_gpt.py --timetable 4` prints them. tests/timetable.txt pins the lists
-for four ranks and the rounds for 1, 2, 4 and 8; a test compares them with what a step really sends.
+A step's forward pass has stops: "embedding", "n-grams", "layer 0", "mlp 0", "layer 1", …, "head". Its
+backward pass comes by them in reverse. `timetable` makes lists of transfers from the kind of step and from
+the rounds in which each group of parameters sends; those depend on the number of ranks. `Optimizer` in
+train_gpt.py works through the lists, and `python train_gpt.py --timetable 4` prints them. tests/timetable.txt
+pins the lists for four ranks and the rounds for 1, 2, 4 and 8; a test compares them with what a step really
+sends.
 
 A group is updated once all of its gradients have arrived. For value tables that is one layer before the end
 of the backward pass. So the exchange of their features and their update run under layer 0's backward pass.
 
-    weights     all_gather, started two stops before the forward pass needs them, under the layers between
+    weights     all_gather, started two layers before the forward pass needs them, under the layers between;
+                a layer needs its MLP's at its beginning, where all of its weights are converted to FP8
     gradients   reduce_scatter, started once the backward pass has left the stop that uses the weights first
     small ones  one all_reduce behind all of these, for scalars and gates, which every rank updates
     n-grams     two all_to_alls that the model itself sends: rows forward, their gradients backward
@@ -29,7 +31,7 @@ UPDATE = "update"  # the place after the backward pass
 class Traffic(NamedTuple):
     """What a group of parameters asks of the ranks."""
     group: str
-    rounds: list[str]  # the first use of each round, which one collective takes; empty: sends nothing
+    rounds: list[str]  # the stop of each round, which one collective takes; empty: sends nothing
     every_step: bool  # updated in every step, not only in those that update Adam's groups
     replicated: bool = False  # too small to share out: every rank makes the whole update
 
@@ -66,7 +68,8 @@ def due(queue: deque, passed: list[str]) -> Iterator:
 
 def stops_of(layers: int) -> list[str]:
     """The stops of a forward pass, in order."""
-    return ["embedding", "n-grams", *(f"layer {i}" for i in range(layers)), "head"]
+    inside = (f"{part} {i}" for i in range(layers) for part in ("layer", "mlp"))
+    return ["embedding", "n-grams", *inside, "head"]
 
 
 def rounds_by_use(traffic: list[Traffic], stops: list[str], adam: bool) -> list[tuple]:
@@ -87,9 +90,12 @@ def timetable(traffic: list[Traffic], layers: int, adam_updated: bool, update_ad
     step. Without `overlap` all gathers come before the first stop and all sums after the backward pass.
     """
     stops = stops_of(layers)
+    at_start = [stop for stop in stops if not stop.startswith("mlp")]   # where weights are needed
+    first_used = [one._replace(rounds=[stop.replace("mlp", "layer") for stop in one.rounds])
+                  for one in traffic]
     gathers = []
-    for use, group, i in rounds_by_use(traffic, stops, adam_updated):
-        start, needed = (stops[max(use - 2, 0)], stops[use]) if overlap else (stops[0], stops[0])
+    for use, group, i in rounds_by_use(first_used, at_start, adam_updated):
+        start, needed = (at_start[max(use - 2, 0)], at_start[use]) if overlap else (stops[0], stops[0])
         gathers.append(Transfer("all_gather", group, i, start, needed))
     early, late = [], []
     for use, group, i in reversed(rounds_by_use(traffic, stops, update_adam)):
