@@ -1009,8 +1009,7 @@ class Trainer:
         world.be_deterministic(config.deterministic)
         self.text = TextSettings.of(config)
         self.loader = Loader(
-            self.text, [step.shape for step in self.schedule], world.rank, world.size, world.device,
-            prepare=self.prepared)
+            self.text, [step.shape for step in self.schedule], world.rank, world.size, world.device)
         self.chunks = config.val_tokens, config.val_chunk, config.val_sequence_length, world.size
         self.validation = scored_text("val", self.text, *self.chunks)
         self.model = GPT(config, world.device, world.collectives)
@@ -1098,7 +1097,7 @@ class Trainer:
             torch.cuda.reset_peak_memory_stats()
             acts.append(self.capture)       # Last: a graph keeps the memory of its step for itself.
         for act in acts:
-            for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)))):
+            for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)), self.prepared)):
                 act(step, batches)
         updates.restore(self.optimizer.state(), before)
         del before                                  # Validation takes its memory.
@@ -1124,7 +1123,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
     report.tokens = sum(step.batch_tokens for step in islice(schedule, first))
     log.first = first
     report.bar.update(first)
-    batches = trainer.loader.prefetch(range(first, len(schedule)))
+    batches = trainer.loader.prefetch(range(first, len(schedule)), trainer.prepared)
     try:
         with Keeper(trainer, log) as keeper, clock.running(world.barrier):
             for step in islice(schedule, first, None):

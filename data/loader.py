@@ -200,16 +200,12 @@ class Loader:
     """
 
     def __init__(self, settings: TextSettings, shapes: Seq[StepShape], rank: int, ranks: int,
-                 device: torch.device, split: str = "train", bounds: dict[int, Bounds] | None = None,
-                 prepare: Callable[[Batch], Batch] = lambda batch: batch):
+                 device: torch.device, split: str = "train", bounds: dict[int, Bounds] | None = None):
         """`shapes`: of every step of the run. `bounds` are measured if they are not given.
 
-        `prepare` gets each batch that has been brought to a GPU, on the stream of the copies and in the
-        thread that makes batches. So what it launches runs beside earlier steps.
         Raises ShardError where the shards are bad or hold fewer tokens than the steps take.
         """
         self.settings, self.shapes, self.rank, self.ranks, self.device = settings, shapes, rank, ranks, device
-        self.prepare = prepare
         self.bounds = bounds or measure_bounds(settings, shapes)
         self.plan = Plan(settings, shapes, split, self.bounds)
         taken = np.array([shape.tokens for shape in shapes])
@@ -225,7 +221,7 @@ class Loader:
     def rehearsal(self, shapes: Seq[StepShape]) -> "Loader":
         """Batches of the same form from the validation text, again and again if it is short."""
         settings = replace(self.settings, epochs=-1)
-        return Loader(settings, shapes, self.rank, self.ranks, self.device, "val", self.bounds, self.prepare)
+        return Loader(settings, shapes, self.rank, self.ranks, self.device, "val", self.bounds)
 
     @property
     def candidates(self) -> dict[tuple[int, int], int]:
@@ -266,9 +262,12 @@ class Loader:
             batches.append(batch)
         return batches
 
-    def prefetch(self, indices: Collection[int]) -> Iterator[list[Batch]]:
+    def prefetch(self, indices: Collection[int],
+                 prepare: Callable[[Batch], Batch] = lambda batch: batch) -> Iterator[list[Batch]]:
         """The batches of these steps, made a few ahead by a thread that also brings them to a GPU.
 
+        There `prepare` gets each one, in that thread and on the stream of the copies. So what it launches
+        runs beside earlier steps.
         The memory of a batch is written over a few steps later, after all work that was launched before the
         next batch was asked for.
         """
@@ -284,7 +283,7 @@ class Loader:
 
         def make(index: int, room: Room | None) -> list[Batch]:
             batches = self.batches(index)
-            return room.bring(batches, stream, self.prepare) if room else batches
+            return room.bring(batches, stream, prepare) if room else batches
 
         def deliver() -> Iterator[list[Batch]]:
             rest, in_turn, ahead = iter(indices), cycle(rooms or [None]), deque()

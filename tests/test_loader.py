@@ -13,7 +13,7 @@ from conftest import write_documents
 import train_gpt
 from data import packing
 from data.candidates import Importance, sample_candidates, sample_parts
-from data.loader import Bounds, Loader, Room, StepShape, TextSettings
+from data.loader import Batch, Bounds, Loader, Room, StepShape, TextSettings
 from data.packing import cut_documents, pack
 from data.peek import KEEP_TAILS, SCHEDULES
 from data.scoring import scored_text
@@ -214,14 +214,17 @@ def test_frequent_tokens_are_likelier_candidates(sampled):
 def test_batches_come_to_a_gpu_unharmed(sampled):
     """Also where it lags behind the thread, which writes new ones where old ones are still to be read."""
     plan, copies = loader(sampled, device=torch.device("cuda")), []
-    plan.prepare = lambda batch: batch._replace(rows=batch.tokens + 1)
-    for batches in plan.prefetch(range(len(plan.shapes))):
+
+    def prepare(batch: Batch) -> Batch:
+        return batch._replace(rows=batch.tokens + 1)
+
+    for batches in plan.prefetch(range(len(plan.shapes)), prepare):
         assert all(x.is_cuda and x.data_ptr() % 128 == 0 for batch in batches for x in batch[:-1] if len(x))
         torch.cuda._sleep(20_000_000)                                    # 10 ms
         copies.append([[x.clone() for x in batch[:-1]] for batch in batches])
     for index, batches in enumerate(copies):
         for mine, batch in zip(batches, plan.batches(index), strict=True):
-            batch = batch._replace(rows=batch.tokens + 1)
+            batch = prepare(batch)
             assert all(torch.equal(x.cpu(), y) for x, y in zip(mine, batch[:-1], strict=True))
 
 

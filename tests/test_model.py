@@ -1,5 +1,7 @@
 """The model: causality, documents apart, schedule, FP8, which kernel runs what, every ingredient's switch."""
+import gc
 import math
+import weakref
 from collections.abc import Container
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -564,6 +566,20 @@ def test_a_step_takes_the_rows_that_came_with_its_batch(config):
         found, given, other = (trainer.model(each, step)[0].item() for each in (
             batch, ready, ready._replace(rows=ready.rows.flip(0))))
     assert found == given != other
+
+
+def test_a_trainer_goes_with_its_last_reference(config):
+    """One that waits for the garbage collector keeps shared memory behind the end of the process group."""
+    trainer = make_trainer(config)
+    for step, batches in zip(trainer.schedule, trainer.loader.prefetch(range(2), trainer.prepared)):
+        trainer.step(step, batches)
+    gone = weakref.ref(trainer)
+    gc.disable()
+    try:
+        del trainer
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 # ---- Ingredients
