@@ -295,7 +295,7 @@ PRESETS = {
         SPEEDRUN, preset="corpus", layers=SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:], data_path="",
         keep_tails=True, micro_batches=1, heads=5, ngram_rows=268_435_456, ngram_classes=True,
         near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
-        slow_share=0.4, steps=1425, extra_steps=8, softmax_tokens=8192, softmax_samples=(4096,),
+        slow_share=0.4, steps=1430, extra_steps=8, softmax_tokens=8192, softmax_samples=(4096,),
         extra_samples=16_384, shared_updates=True, canonical=True, val_fp8=False,
         score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.

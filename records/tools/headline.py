@@ -17,7 +17,7 @@ from records.tools.plots import INK, STYLE, smooth
 from records.tools.record import RECORDS, load
 from records.tools.svg import compact
 
-SHOWN = {"4 × H200": "2026-11-22_four-h200-copies", "2 × H200": "2026-11-28_two-h200-five-heads",
+SHOWN = {"4 × H200": "2026-11-22_four-h200-copies", "2 × H200": "2026-11-28_two-h200-small-parts",
          "1 × H200": "2026-11-27_one-h200"}
 # The public speedrun's script of record 89, 690 + 15 steps, on our corpus: (seconds, validation loss). It ran
 # once on four GPUs, and on two GPUs once on each of two machines, of which only the ends are known. Its
