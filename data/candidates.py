@@ -4,23 +4,39 @@ A sum over the vocabulary is estimated from candidates. A token j that is drawn 
 times, so the estimate is right in the mean. For one row of logits its variance is Σ (1/π − 1) p², if p are
 the row's probabilities and the sum is 1. It is least where π goes by √(Σ p²), summed over the rows of a part.
 
-What a row makes probable and no target of its part is, is mostly a token that often follows the row's own:
-"ieties" after " Soc", "blown" after "full-". So Σ p² is estimated from how often tokens follow one another.
-For 8,192 tokens of unseen text, 3,072 draws and the states after a quarter of a run, the variance is 0.024 in
-the mean over rows. By the tokens' frequencies alone it is 0.030, and 0.0014 by the model's own Σ p², which a
-run does not know beforehand (records/ideas.md).
+What a row makes probable and no target of its part is, is mostly a token that often follows the row's own
+ones: "ieties" after " Soc", "blown" after "full-". So Σ p² is estimated from how often tokens follow one
+another and follow pairs. For 8,192 tokens of unseen text, 4,096 draws and the states after a quarter of a run
+this is the variance in the mean over rows; by the model's own Σ p², which a run does not know beforehand, it
+was 0.0014 with 3,072 draws (records/ideas.md):
+
+    by how often tokens follow one in 4 M tokens    0.0162
+    ... in 39 M                                     0.0135
+    ... and follow two                              0.0113
+    ... and follow three                            0.0103
+
+Counting 39 M tokens takes seconds (4 on two cores). So a run begins with what 4 M say, and later steps know
+more. Which step knows what depends on its number alone.
 """
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple
+
 import numpy as np
 
 from data.shards import ShardError
 
-COUNTED = 4_000_000     # tokens at the beginning of the text, in which tokens and pairs are counted
+FIRST, REFINED = 4_000_000, 40_000_000       # tokens at the beginning of the text that are counted
+REFINED_FROM = 500      # the step from which on candidates are drawn by REFINED tokens
 UNSEEN = 4.0            # added to each count, which bounds the weight of a token that was not counted
-LEAST_SHARE = 0.05      # of what follows a token; rarer followers are left to their frequency
+# By the tokens of a context: the least share of what follows it, and how often that has to. Other followers
+# are left to their frequency.
+KEPT = {1: (0.02, 1), 2: (0.1, 2)}
 COMMON = 1 / 4000       # From this frequency on a token is a target of most parts, whatever it follows.
-# For n rows Σ p² is taken for n times the frequency times this, and the squared shares of followers. 0.01 and
-# 0.03 are as good.
+# For n rows Σ p² is taken for n times the frequency times this, and the squared shares of followers. 0.007
+# and 0.03 are as good.
 OF_FREQUENCY = 0.015
+SLOTS = 22              # bits of a context's hash
 
 
 def sample_parts(n: int, share: int) -> int:
@@ -32,26 +48,85 @@ def sample_parts(n: int, share: int) -> int:
     return next((parts for parts in range(most, 1, -1) if n % (16 * parts) == 0), 1)
 
 
-class Importance:
-    """How likely each token is to be a candidate, against others, by what follows what in some text."""
+def keys_of(text: np.ndarray, length: int) -> np.ndarray:
+    """The last `length` tokens, at most four, at each place of text (n,) as one number.
 
-    def __init__(self, text: np.ndarray, vocabulary: int):
-        """`text` (n,) uint16, of token ids below `vocabulary`."""
+    (n + 1 - length,) uint64. The newest token is in the lowest bits.
+    """
+    wide, end = text.astype(np.uint64), len(text)
+    keys = wide[length - 1:].copy()
+    for back in range(1, length):
+        keys |= wide[length - 1 - back:end - back] << np.uint64(16 * back)
+    return keys
+
+
+def slots_of(keys: np.ndarray) -> np.ndarray:
+    """A number below 2 ** SLOTS for each of keys (n,) uint64."""
+    return (keys * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - SLOTS)
+
+
+class Followers(NamedTuple):
+    """What often follows contexts of some length, context by context."""
+    length: int             # of the contexts, in tokens
+    slots: np.ndarray       # (2 ** SLOTS,) int32: by a context's hash, where among all contexts it stands
+    contexts: np.ndarray    # (k,) uint64: their keys
+    ends: np.ndarray        # (k + 1,) intp: 0, and where the followers of each one end
+    tokens: np.ndarray      # (m,) uint16: the followers
+    squares: np.ndarray     # (m,) float64: the squared share of each among what follows its context
+
+    @classmethod
+    def of(cls, text: np.ndarray, length: int, frequency: np.ndarray) -> "Followers":
+        """Counted in text (n,) of uint16; those of at least KEPT, but no token that is COMMON."""
+        least, often = KEPT[length]
+        keys = keys_of(text, length + 1)
+        keys.sort()         # This takes a third of the time. np.unique takes twice as long.
+        new = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
+        counts, contexts = np.diff(new, append=len(keys)), keys[new] >> np.uint64(16)
+        tokens = (keys[new] & np.uint64(0xFFFF)).astype(np.uint16)
+        first = np.flatnonzero(np.diff(contexts, prepend=~contexts[:1]))
+        times = np.repeat(np.add.reduceat(counts, first), np.diff(first, append=len(contexts)))
+        shares = counts / (times + 1)
+        kept = (shares >= least) & (counts >= often) & (frequency[tokens] < COMMON)
+        contexts, begins = np.unique(contexts[kept], return_index=True)
+        slots = np.zeros(2 ** SLOTS, np.int32)
+        slots[slots_of(contexts)] = np.arange(len(contexts))    # The last of a slot stays: 1 in 20 is lost.
+        ends = np.append(begins, kept.sum())
+        return cls(length, slots, contexts, ends, tokens[kept], shares[kept] ** 2)
+
+    def sums(self, text: np.ndarray, vocabulary: int) -> np.ndarray:
+        """Of each token (vocabulary,) its squared shares among what follows contexts in text (n,), summed."""
+        if not len(self.contexts):
+            return np.zeros(vocabulary)
+        keys = keys_of(text, self.length)
+        places = self.slots[slots_of(keys)]     # A search would take five times as long.
+        places = places[self.contexts[places] == keys]
+        begins, counts = self.ends[places], self.ends[places + 1] - self.ends[places]
+        each = np.repeat(begins - counts.cumsum() + counts, counts) + np.arange(counts.sum())
+        return np.bincount(self.tokens[each], self.squares[each], vocabulary)
+
+
+class Importance(NamedTuple):
+    """How likely each token is to be a candidate, against others, by what follows what in some text."""
+    frequency: np.ndarray           # (vocabulary,) float64, above 0
+    followers: list[Followers]
+
+    @classmethod
+    def by_tokens(cls, text: np.ndarray, vocabulary: int) -> "Importance":
+        """By what follows single tokens in `text` (n,) uint16, of token ids below `vocabulary`."""
         counts = np.bincount(text, minlength=vocabulary) + UNSEEN
-        self.frequency = counts / counts.sum()
-        pairs = text[:-1].astype(np.uint32) << 16 | text[1:]
-        pairs.sort()        # This takes most of the time, on the clock. np.unique takes twice as long.
-        new = np.flatnonzero(np.diff(pairs, prepend=~pairs[:1]))
-        first, second = (pairs[new] >> 16).astype(np.intp), (pairs[new] & 0xFFFF).astype(np.intp)
-        share = np.diff(new, append=len(pairs)) / counts[first]
-        kept = (share >= LEAST_SHARE) & (self.frequency[second] < COMMON)
-        self.first, self.second, self.squares = first[kept], second[kept], share[kept] ** 2
+        frequency = counts / counts.sum()
+        return cls(frequency, [Followers.of(text, 1, frequency)])
+
+    def refined(self, text: np.ndarray) -> "Importance":
+        """By what follows contexts of all lengths in more text; frequencies stay what they are."""
+        with ThreadPoolExecutor() as threads:
+            count = partial(Followers.of, text, frequency=self.frequency)
+            return self._replace(followers=list(threads.map(count, KEPT)))
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
         """Each token's importance (vocabulary,), above 0, for a part of a batch with these tokens (n,)."""
-        times = np.bincount(tokens, minlength=len(self.frequency)).astype(float)
-        following = np.bincount(self.second, self.squares * times[self.first], len(self.frequency))
-        return np.sqrt(OF_FREQUENCY * len(tokens) * self.frequency + following)
+        squares = OF_FREQUENCY * len(tokens) * self.frequency
+        return np.sqrt(sum((each.sums(tokens, len(squares)) for each in self.followers), squares))
 
 
 def shares_of_sample(importance: np.ndarray, count: int) -> np.ndarray:
