@@ -972,8 +972,9 @@ class Schedule:
         warm = min(index / c.momentum_warmup, (len(self) - 1 - index) / c.momentum_cooldown, 1.0)
         start, whole = c.slow_from
         slow = min(max((index / len(self) - start) / max(whole - start, 1e-9), 0.0), 1.0)
-        windows, samples = (stage.windows, stage.softmax_samples) if index < c.steps else (
-            c.final_windows, c.extra_samples)
+        windows, samples = stage.windows, stage.softmax_samples
+        if index >= c.steps:    # Extra steps have their own.
+            windows, samples = c.final_windows, c.extra_samples
         return Step(
             index, stage.batch_tokens, stage.sequence_length, windows, multi_token, samples,
             update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,
@@ -983,8 +984,8 @@ class Schedule:
     def validation(self, steps_done: int) -> Step:
         """How to score after so many steps: with the windows of that time, and a longer one at the end."""
         last = self.at(max(steps_done - 1, 0))
-        return last._replace(multi_token=(1.0,), windows=(
-            (last.windows[0], self.config.val_window) if steps_done == len(self) else last.windows))
+        windows = (last.windows[0], self.config.val_window) if steps_done == len(self) else last.windows
+        return last._replace(multi_token=(1.0,), windows=windows)
 
     def kinds(self, steps: Iterator[Step] | None = None) -> list[Step]:
         """The first step of each kind, in the run's order, of `steps` or of all."""

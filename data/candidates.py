@@ -6,17 +6,18 @@ the row's probabilities and the sum is 1. It is least where π goes by √(Σ p�
 
 What a row makes probable and no target of its part is, is mostly a token that often follows the row's own
 ones: "ieties" after " Soc", "blown" after "full-". So Σ p² is estimated from how often tokens follow one
-another and follow pairs. For 8,192 tokens of unseen text, 4,096 draws and the states after a quarter of a run
-this is the variance in the mean over rows; by the model's own Σ p², which a run does not know beforehand, it
-was 0.0014 with 3,072 draws (records/ideas.md):
+another and follow pairs. The table has the variance that this leaves, as the mean over rows, for 8,192 tokens
+of unseen text, 4,096 draws and the states after a quarter of a run. The model's own Σ p², which a run does
+not know beforehand, would leave 0.0014 already with 3,072 draws (records/ideas.md).
 
     by how often tokens follow one in 4 M tokens    0.0162
     ... in 39 M                                     0.0135
     ... and follow two                              0.0113
-    ... and follow three                            0.0103
+    ... and follow three (left out)                 0.0103
 
-Counting 39 M tokens takes seconds (4 on two cores). So a run begins with what 4 M say, and later steps know
-more. Which step knows what depends on its number alone.
+Counting the 39 M tokens of a shard takes 4 to 8 seconds (two cores), with three tokens twice as long. So a
+run begins with what 4 M say, and later steps know more. Which step knows what depends on its number alone. On
+eight GPUs step 500 comes sooner than the count and would wait for it. No GPU has run this yet.
 """
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,11 +27,12 @@ import numpy as np
 
 from data.shards import ShardError
 
-FIRST, REFINED = 4_000_000, 40_000_000       # tokens at the beginning of the text that are counted
+# Tokens at the beginning of the first shard that are counted, or as many as it has.
+FIRST, REFINED = 4_000_000, 40_000_000
 REFINED_FROM = 500      # the step from which on candidates are drawn by REFINED tokens
 UNSEEN = 4.0            # added to each count, which bounds the weight of a token that was not counted
-# By the tokens of a context: the least share of what follows it, and how often that has to. Other followers
-# are left to their frequency.
+# For contexts of so many tokens: followers are kept from this share on, and if they were seen so often.
+# Others are left to their frequency.
 KEPT = {1: (0.02, 1), 2: (0.1, 2)}
 COMMON = 1 / 4000       # From this frequency on a token is a target of most parts, whatever it follows.
 # For n rows Σ p² is taken for n times the frequency times this, and the squared shares of followers. 0.007
@@ -75,21 +77,25 @@ class Followers(NamedTuple):
     squares: np.ndarray     # (m,) float64: the squared share of each among what follows its context
 
     @classmethod
-    def of(cls, text: np.ndarray, length: int, frequency: np.ndarray) -> "Followers":
-        """Counted in text (n,) of uint16; those of at least KEPT, but no token that is COMMON."""
+    def counted(cls, text: np.ndarray, length: int, frequency: np.ndarray) -> "Followers":
+        """Those in text (n,) uint16 that KEPT names, but no token that is COMMON.
+
+        Meanwhile some 25 bytes a token of the text are held.
+        """
         least, often = KEPT[length]
         keys = keys_of(text, length + 1)
         keys.sort()         # This takes a third of the time. np.unique takes twice as long.
-        new = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
+        new = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[:len(keys)])
         counts, contexts = np.diff(new, append=len(keys)), keys[new] >> np.uint64(16)
         tokens = (keys[new] & np.uint64(0xFFFF)).astype(np.uint16)
-        first = np.flatnonzero(np.diff(contexts, prepend=~contexts[:1]))
+        first = np.flatnonzero(np.append(True, contexts[1:] != contexts[:-1])[:len(contexts)])
         times = np.repeat(np.add.reduceat(counts, first), np.diff(first, append=len(contexts)))
         shares = counts / (times + 1)
         kept = (shares >= least) & (counts >= often) & (frequency[tokens] < COMMON)
         contexts, begins = np.unique(contexts[kept], return_index=True)
         slots = np.zeros(2 ** SLOTS, np.int32)
-        slots[slots_of(contexts)] = np.arange(len(contexts))    # The last of a slot stays: 1 in 20 is lost.
+        # Of those that share a slot the last one stays. Of 400,000 contexts 1 in 20 is lost.
+        slots[slots_of(contexts)] = np.arange(len(contexts))
         ends = np.append(begins, kept.sum())
         return cls(length, slots, contexts, ends, tokens[kept], shares[kept] ** 2)
 
@@ -115,12 +121,12 @@ class Importance(NamedTuple):
         """By what follows single tokens in `text` (n,) uint16, of token ids below `vocabulary`."""
         counts = np.bincount(text, minlength=vocabulary) + UNSEEN
         frequency = counts / counts.sum()
-        return cls(frequency, [Followers.of(text, 1, frequency)])
+        return cls(frequency, [Followers.counted(text, 1, frequency)])
 
     def refined(self, text: np.ndarray) -> "Importance":
         """By what follows contexts of all lengths in more text; frequencies stay what they are."""
         with ThreadPoolExecutor() as threads:
-            count = partial(Followers.of, text, frequency=self.frequency)
+            count = partial(Followers.counted, text, frequency=self.frequency)
             return self._replace(followers=list(threads.map(count, KEPT)))
 
     def of(self, tokens: np.ndarray) -> np.ndarray:

@@ -249,7 +249,10 @@ class Loader:
             thread.shutdown(wait=False)
 
     def importance_at(self, index: int) -> Importance:
-        """What the step `index` draws candidates by. The first call begins to count for later steps."""
+        """What the step `index` draws candidates by. The first call begins to count for later steps.
+
+        The count, of some 2 GB at its peak, is each rank's own. One thread at a time may ask.
+        """
         refined = self.refined if len(self.shapes) > REFINED_FROM else None
         return refined.result() if index >= REFINED_FROM else self.importance
 
@@ -281,8 +284,8 @@ class Loader:
                  prepare: Callable[[Batch], Batch] = lambda batch: batch) -> Iterator[list[Batch]]:
         """The batches of these steps, made a few ahead by a thread that also brings them to a GPU.
 
-        There `prepare` gets each one, in that thread and on the stream of the copies. So what it launches
-        runs beside earlier steps.
+        On a GPU that thread also calls `prepare` for each batch, on the stream of the copies. So what it
+        launches runs beside earlier steps. On a CPU it is not called.
         The memory of a batch is written over a few steps later, after all work that was launched before the
         next batch was asked for.
         """
@@ -317,7 +320,9 @@ class Loader:
                     batches = made.result()
                     if room:
                         room.ready.wait()
-                        for batch in batches:       # The rows were made on the stream of the copies.
+                        # Rows may have been allocated on the stream of the copies. Their memory must not be
+                        # used again while a step still reads them.
+                        for batch in batches:
                             batch.rows.record_stream(torch.cuda.current_stream())
                     yield batches
                     if room:
@@ -341,7 +346,7 @@ class Room:
     def __init__(self, size: int, device: torch.device):
         self.here = torch.empty(size, dtype=torch.int32, pin_memory=True)
         self.there = torch.empty(size, dtype=torch.int32, device=device)
-        # Events: the copy has arrived; the last reader of the copy has ended. At first that is whoever had
+        # Events: the batches are here and prepared; their last reader has ended. At first that is whoever had
         # this memory before, as the batches of an earlier loader whose steps may still run.
         self.ready, self.left = torch.cuda.Event(), torch.cuda.Event()
         self.left.record()

@@ -43,7 +43,8 @@ def recorded(pool: tuple[int, int] | None = None) -> Iterator[torch.cuda.CUDAGra
     no larger tensor of a later graph finds room.
     If the block fails, its error is raised. Streams that it left behind make the recording end with an error
     ("capturing stream has unjoined work"), which would hide the first, such as a lack of memory.
-    Other threads, such as the loader's, may pin memory meanwhile.
+    Other threads, such as the loader's, may pin and allocate memory meanwhile, and launch kernels on streams
+    of their own.
     """
     graph, failure = torch.cuda.CUDAGraph(), None
     room = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()

@@ -1,19 +1,19 @@
 """Which collective of a training step starts where, and where it is waited for: communication as data.
 
 A step's forward pass has stops: "embedding", "n-grams", "layer 0", "mlp 0", "layer 1", …, "head". Its
-backward pass comes by them in reverse. `timetable` makes lists of transfers from the kind of step and from
-the rounds in which each group of parameters sends; those depend on the number of ranks. `Optimizer` in
-train_gpt.py works through the lists, and `python train_gpt.py --timetable 4` prints them. tests/timetable.txt
-pins the lists for four ranks and the rounds for 1, 2, 4 and 8; a test compares them with what a step really
-sends.
+backward pass comes by them in reverse; "mlp 0" lies between layer 0's attention and its MLP. `timetable`
+makes lists of transfers from the kind of step and from the rounds in which each group of parameters sends;
+those depend on the number of ranks. `Optimizer` in train_gpt.py works through the lists, and `python
+train_gpt.py --timetable 4` prints them. tests/timetable.txt pins the lists for four ranks and the rounds for
+1, 2, 4 and 8; a test compares them with what a step really sends.
 
 A group is updated once all of its gradients have arrived. For value tables that is one layer before the end
 of the backward pass. So the exchange of their features and their update run under layer 0's backward pass.
 
     weights     all_gather, started two layers before the forward pass needs them, under the layers between;
-                a layer needs its MLP's at its beginning, where all of its weights are converted to FP8
+                an MLP's are needed where its layer begins and all of its weights are converted to FP8
     gradients   reduce_scatter, started once the backward pass has left the stop that uses the weights first
-    small ones  one all_reduce behind all of these, for scalars and gates, which every rank updates
+    small ones  one all_reduce after all of these, for scalars and gates, which every rank updates
     n-grams     two all_to_alls that the model itself sends: rows forward, their gradients backward
     features    with `--shared_updates` a reduce_scatter of gradients and an all_gather of updates, in the
                 update of each group of tables of tokens

@@ -234,7 +234,8 @@ def heaviest(steps: Iterable) -> list:
 def empty_batch(tokens: int, candidates: tuple[int, ...], rows: int, longest: int) -> Batch:
     """A batch on the meta device, with room for short sequences.
 
-    candidates: the shape of its samples; rows: how many of the n-gram table its tokens read, 0: not known.
+    candidates: the shape of its samples; rows: how many of the n-gram table its tokens read, 0: it is not
+    known yet, or there is no table.
     """
     sizes = tokens, tokens, tokens // 16, candidates, candidates, rows
     return Batch(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes), longest)
@@ -278,7 +279,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
             apart += counter.peak - before
         # A graph of each kind of step has inputs of its own, and batches are on their way twice.
         inputs = on_each * sum(x.nbytes for x in batch[:-1]) * (len(kinds) + 2 * (AHEAD + 2))
-        inputs += finding
+        inputs += finding       # of rows, while a step runs
         validation = {}
         for chunk in chunks:
             batch = empty_batch(chunk, (0,), 0, config.val_sequence_length)

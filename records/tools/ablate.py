@@ -73,7 +73,8 @@ def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
     """The milliseconds of a step in each stage, over `steps` steps after four that are not timed.
 
     Adam updates in every second step, which takes longer. A median over both kinds would lie anywhere in the
-    gap between them, so it is the mean of each kind's median.
+    gap between them, so it is the mean of each kind's median. Batches come prepared: what a run does with
+    them beside earlier steps is not timed.
     """
     device, times = trainer.world.device, []
     for pair in pairs_of_stages(trainer.schedule):
@@ -204,7 +205,7 @@ def train_screened(tries: list[str], argv: list[str], world: train_gpt.World, sa
     return table(head, rows)
 
 
-def losses(trainer: train_gpt.Trainer, start: tuple, count: int) -> list[float]:
+def losses(trainer: train_gpt.Trainer, start: list[torch.Tensor | None], count: int) -> list[float]:
     """The first `count` training losses from the weights and optimizer state `start`."""
     updates.restore(trainer.optimizer.state(), start)
     steps = list(trainer.schedule)[:count]
