@@ -288,7 +288,7 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # 188 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
+    # 189 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
     # cut documents a second epoch would start, which costs 0.1 of loss. 1% of the time is worth 0.002 in
     # steps. So it leaves out layer 2, which takes 11% for 0.018 on `clean`, and a head, 6% for 0.002 to 0.01.
     "corpus": settings.change(
