@@ -3,7 +3,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.candidates import FIRST, REFINED, REFINED_FROM, Importance, sample_candidates, sample_parts
+from data.candidates import COUNTED, Importance, sample_candidates, sample_parts
 from data.packing import ShardedText, pack, round_up
 from data.shards import ShardError, shards_in
 
@@ -237,24 +237,7 @@ class Loader:
     @cached_property
     def importance(self) -> Importance:
         """By how much a token is likelier than others to be a candidate, from the text's beginning."""
-        return Importance.by_tokens(np.asarray(self.plan.text.tokens(0)[:FIRST]), self.settings.padded_vocab)
-
-    @cached_property
-    def refined(self) -> Future[Importance]:
-        """The same from more text, which a thread begins to count now."""
-        thread = ThreadPoolExecutor(1)
-        try:
-            return thread.submit(self.importance.refined, np.asarray(self.plan.text.tokens(0)[:REFINED]))
-        finally:
-            thread.shutdown(wait=False)
-
-    def importance_at(self, index: int) -> Importance:
-        """What the step `index` draws candidates by. The first call begins to count for later steps.
-
-        The count, of some 2 GB at its peak, is each rank's own. One thread at a time may ask.
-        """
-        refined = self.refined if len(self.shapes) > REFINED_FROM else None
-        return refined.result() if index >= REFINED_FROM else self.importance
+        return Importance(np.asarray(self.plan.text.tokens(0)[:COUNTED]), self.settings.padded_vocab)
 
     def most(self, shape: StepShape) -> int:
         """Sequences that a micro-batch can hold: those of the text, and what fills up one that ends early."""
@@ -272,8 +255,7 @@ class Loader:
             if count := self.candidates_of(shape):
                 generator = np.random.default_rng([settings.seed % 2**32, index, i])
                 parts = (x.numpy().reshape(parts_of(settings, shape), -1) for x in batch[:2])
-                importance = self.importance_at(index)
-                drawn = zip(*(sample_candidates(targets, count, importance.of(tokens), generator)
+                drawn = zip(*(sample_candidates(targets, count, self.importance.of(tokens), generator)
                               for tokens, targets in zip(*parts)))
                 candidates, weights = (torch.from_numpy(np.stack(each)) for each in drawn)
                 batch = batch._replace(candidates=candidates, weights=weights.view(torch.int32))

@@ -11,9 +11,8 @@ import torch
 from conftest import write_documents
 
 import train_gpt
-from data import loader as loader_module
 from data import packing
-from data.candidates import Followers, Importance, keys_of, sample_candidates, sample_parts
+from data.candidates import Importance, sample_candidates, sample_parts
 from data.loader import Batch, Bounds, Loader, Room, StepShape, TextSettings
 from data.packing import cut_documents, pack
 from data.peek import KEEP_TAILS, SCHEDULES
@@ -333,48 +332,15 @@ def test_sample_parts(n, share, parts):
 def test_followers_of_a_parts_tokens_are_important():
     """In 45 of 50 places 2 follows 1, and 3 in the others. 40 follows 5, but is common and no follower."""
     text = np.array([1, 2] * 45 + [1, 3] * 5 + [5] + [40] * 400_000, np.uint16)
-    importance = Importance.by_tokens(text, 64)
+    importance = Importance(text, 64)
     without, given = (importance.of(np.full(64, token)) for token in (0, 1))
     assert (without > 0).all() and without.argmax() == 40
     assert np.array_equal(importance.of(np.full(64, 5)), without)
     assert np.flatnonzero(given != without).tolist() == [2, 3]
-    shares = np.array([45, 5]) / (50 + 1)
+    shares = np.array([45, 5]) / (50 + 4)
     np.testing.assert_allclose(given[2:4] ** 2 - without[2:4] ** 2, 64 * shares ** 2)
     frequencies = np.array([4, 54, 400_004]) / (400_101 + 64 * 4)
     np.testing.assert_allclose(without[[0, 1, 40]] ** 2, 0.015 * 64 * frequencies)
-
-
-def test_followers_of_pairs_are_important_too():
-    """3 follows "1 2" in 6 of 8 places and 4 in 2. 5 follows "9 2" once, which is too seldom."""
-    text = np.array([1, 2, 3, 7] * 6 + [1, 2, 4, 7] * 2 + [9, 2, 5, 7] + [40] * 400_000, np.uint16)
-    alone = Importance.by_tokens(text, 64)
-    both = alone.refined(text)
-    assert [each.length for each in both.followers] == [1, 2] and both.frequency is alone.frequency
-    part = np.array([8, 1, 2, 8, 9, 2, 1])
-    pairs = both.of(part) ** 2 - alone.of(part) ** 2
-    expected = np.zeros(64)
-    expected[[3, 4]] = np.array([6, 2]) ** 2 / (8 + 1) ** 2
-    np.testing.assert_allclose(pairs, expected, atol=1e-12)
-    assert np.array_equal(keys_of(np.array([1, 2, 3], np.uint16), 2), [2 + (1 << 16), 3 + (2 << 16)])
-    counted = Followers.counted(np.arange(60_000, dtype=np.uint16).repeat(2), 1, np.zeros(65_536))
-    followed = sum((counted.sums(np.array([token]), 65_536) > 0).any() for token in range(0, 60_000, 60))
-    assert len(counted.contexts) == 60_000 and followed > 985       # The rest of a thousand shares a slot.
-
-
-def test_later_steps_know_more_of_the_text(sampled, monkeypatch):
-    """What a step knows depends on its number, also where a run goes on from there. Short runs count once."""
-    monkeypatch.setattr(loader_module, "FIRST", 1000)
-    plan = loader(sampled)
-    monkeypatch.setattr(loader_module, "REFINED_FROM", len(plan.shapes))
-    before = [plan.batches(index)[0].candidates for index in range(len(plan.shapes))]
-    assert "refined" not in vars(plan)
-    monkeypatch.setattr(loader_module, "REFINED_FROM", 2)
-    again, lengths = loader(sampled), {}
-    for index in (3, 0, 1, 2):
-        lengths[index] = [each.length for each in again.importance_at(index).followers]
-    assert lengths == {0: [1], 1: [1], 2: [1, 2], 3: [1, 2]}
-    same = [torch.equal(again.batches(index)[0].candidates, before[index]) for index in (1, 2)]
-    assert same == [True, False]
 
 
 def test_sample_candidates():
