@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -110,8 +111,8 @@ def show(arguments: argparse.Namespace, data: object, text: str) -> None:
 
 def run_check(arguments: argparse.Namespace) -> int:
     folders = arguments.folders or record.folders(arguments.records)
-    names = [folder.resolve().name for folder in folders]
-    results = {name if names.count(name) == 1 else str(folder): check.check(folder)
+    names, read = [folder.resolve().name for folder in folders], cache(record.load)
+    results = {name if names.count(name) == 1 else str(folder): check.check(folder, read)
                for name, folder in zip(names, folders)}
     lines = [] if results else [f"{arguments.records}: no records yet"]
     for name, (problems, notes) in results.items():

@@ -1,5 +1,6 @@
 """Is a record true? Its numbers, sources and words held against the logs that it keeps."""
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +29,13 @@ LAST_TOLERANCE = 0.01   # seconds: the clock is read again when the run has ende
 STAMPS_TOLERANCE = 0.1  # seconds: validations begin and end between two readings of the system's time
 
 
-def check(folder: Path) -> tuple[list[str], list[str]]:
-    """(problems, notes) of a record folder. Problems make it invalid; notes are what a reader should know."""
+def check(folder: Path, read: Callable[[Path], Record] = load) -> tuple[list[str], list[str]]:
+    """(problems, notes) of a record folder. Problems make it invalid; notes are what a reader should know.
+
+    `read` may remember what it has loaded, since the record that this one builds on is read as well.
+    """
     try:
-        record = load(folder)
+        record = read(folder)
         require_sample(record.runs)
         true = record_data(record.runs, record.data, record.second)
     except RecordError as error:
@@ -65,7 +69,7 @@ def check(folder: Path) -> tuple[list[str], list[str]]:
         notes.insert(0, f"not shown to be below its target: {significance_line(true)}")
     if true["parent"] is not None:
         try:
-            notes += check_pace(true, load(folder.parent / true["parent"]).data)
+            notes += check_pace(true, read(folder.parent / true["parent"]).data)
         except RecordError as error:
             problems.append(f"parent {true['parent']!r}: {error}")
     return problems, notes
