@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.candidates import COUNTED, Importance, sample_candidates, sample_parts
 from data.packing import ShardedText, pack, round_up
-from data.shards import ShardError, shards_in
+from data.shards import ShardError, open_shard, shards_in
 
 AHEAD = 4           # steps whose batches are made before they are asked for
 MEASURED = 64       # steps of validation text that the bounds of a batch are taken from
@@ -237,7 +237,9 @@ class Loader:
     @cached_property
     def importance(self) -> Importance:
         """By how much a token is likelier than others to be a candidate, from the text's beginning."""
-        return Importance(np.asarray(self.plan.text.tokens(0)[:COUNTED]), self.settings.padded_vocab)
+        # Not by `self.plan.text`, which would wait until all of the shard's documents are found.
+        text = open_shard(self.plan.text.paths[0])
+        return Importance(np.asarray(text[:COUNTED]), self.settings.padded_vocab)
 
     def most(self, shape: StepShape) -> int:
         """Sequences that a micro-batch can hold: those of the text, and what fills up one that ends early."""
@@ -248,14 +250,15 @@ class Loader:
         """This rank's micro-batches of a step, on the host."""
         shape, settings = self.shapes[index], self.settings
         n, on_each = shape.tokens // settings.micro_batches, settings.micro_batches // self.ranks
-        batches = []
+        # Pairs are counted before the plan asks for the first shard, which another thread opens meanwhile.
+        batches, importance = [], self.importance if (count := self.candidates_of(shape)) else None
         for i in range(self.rank * on_each, (self.rank + 1) * on_each):
             sequences = self.plan.sequences(self.plan.of(index)[i], shape.sequence_length)
             batch = make_batch(sequences, n, self.most(shape), shape.sequence_length, settings.document_start)
-            if count := self.candidates_of(shape):
+            if importance:
                 generator = np.random.default_rng([settings.seed % 2**32, index, i])
                 parts = (x.numpy().reshape(parts_of(settings, shape), -1) for x in batch[:2])
-                drawn = zip(*(sample_candidates(targets, count, self.importance.of(tokens), generator)
+                drawn = zip(*(sample_candidates(targets, count, importance.of(tokens), generator)
                               for tokens, targets in zip(*parts)))
                 candidates, weights = (torch.from_numpy(np.stack(each)) for each in drawn)
                 batch = batch._replace(candidates=candidates, weights=weights.view(torch.int32))

@@ -1,5 +1,6 @@
 """Documents into sequences, sequences packed end to end: the arithmetic of batches, in numpy."""
 from pathlib import Path
+from threading import Lock
 from typing import Iterable
 
 import numpy as np
@@ -57,12 +58,13 @@ def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, lo
 class ShardedText:
     """The text of some shards by number: its tokens, and the sequences that its documents are cut into.
 
-    A shard is read when it is first used.
+    A shard is read when it is first used, once, also if two threads want it.
     """
 
     def __init__(self, paths: list[Path], vocab_size: int, document_start: int, keep_tails: bool):
         self.paths, self.vocab_size = paths, vocab_size
         self.document_start, self.keep_tails = document_start, keep_tails
+        self.locks = [Lock() for _ in paths]
         self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}       # tokens, document starts
         self.cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
@@ -75,7 +77,9 @@ class ShardedText:
 
     def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (n,) uint16, memory-mapped, and document starts (documents,) int64; ShardError if none."""
-        if shard not in self.opened:
+        with self.locks[shard]:
+            if shard in self.opened:
+                return self.opened[shard]
             path = self.paths[shard]
             tokens = open_shard(path, self.vocab_size)
             starts = document_starts(tokens, self.document_start)
@@ -84,7 +88,7 @@ class ShardedText:
                                  f"id is {tokens.max()}; train with the preset that fits it or --vocab_size "
                                  f"{int(tokens.max()) + 1}")
             self.opened[shard] = tokens, starts
-        return self.opened[shard]
+            return tokens, starts
 
     def tokens(self, shard: int) -> np.ndarray:
         return self.open(shard)[0]

@@ -123,7 +123,7 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
 
 def document_starts(tokens: np.ndarray, bos: int) -> np.ndarray:
     """Positions (documents,) int64 of the tokens that begin a document, in bounded memory."""
-    chunk = 1 << 24
+    chunk = 1 << 20     # What is compared stays in a processor's cache; of 1 << 24 tokens it does not.
     return np.concatenate([np.zeros(0, np.int64), *(np.flatnonzero(tokens[i:i + chunk] == bos) + i
                                                     for i in range(0, len(tokens), chunk))])
 

@@ -343,6 +343,24 @@ def test_followers_of_a_parts_tokens_are_important():
     np.testing.assert_allclose(without[[0, 1, 40]] ** 2, 0.015 * 64 * frequencies)
 
 
+def test_followers_are_those_of_all_pairs():
+    """Pairs that are left out before they are sorted are none that would be kept, to the bit."""
+    rng, vocabulary = np.random.default_rng(3), 50_257
+    text = (vocabulary ** rng.random(400_000)).astype(np.int64) - 1
+    for at in np.flatnonzero(rng.random(len(text) - 1) < 0.3) + 1:              # from 0.5 to 17%
+        text[at] = (31 * text[at - 1] + rng.integers(6) * rng.integers(6)) % vocabulary
+    importance = Importance(text.astype(np.uint16), vocabulary)
+    counts = np.bincount(text, minlength=vocabulary) + 4.0
+    pairs, times = np.unique(text[:-1] * vocabulary + text[1:], return_counts=True)
+    first, second = np.divmod(pairs, vocabulary)
+    share = times / counts[first]
+    kept = (share >= 0.05) & (counts[second] / counts.sum() < 1 / 4000)
+    assert 10_000 < kept.sum() < len(kept) / 2
+    assert np.array_equal(importance.frequency, counts / counts.sum())
+    assert np.array_equal(importance.first, first[kept]) and np.array_equal(importance.second, second[kept])
+    assert np.array_equal(importance.squares, share[kept] ** 2)
+
+
 def test_sample_candidates():
     """By importance; each weight is one over how often a token is drawn. Too many targets are refused."""
     generator, targets, drawn = np.random.default_rng(0), np.array([7, 0, -1, 7], np.int32), np.zeros(50)
@@ -362,14 +380,24 @@ def test_sample_candidates():
         sample_candidates(targets, 1, importance, generator)
 
 
-def test_shards_are_opened_by_a_thread_that_runs_ahead(config, monkeypatch):
-    plan, opened = loader(config), set()
-    original = packing.document_starts
-    monkeypatch.setattr(packing, "document_starts", lambda *words: opened.add(threading.current_thread().name)
-                        or original(*words))
+def test_shards_are_opened_once_by_a_thread_that_runs_ahead(config, monkeypatch):
+    plan, opened = loader(config), []
+
+    def start_slowly(*words, really=packing.document_starts):
+        opened.append(threading.current_thread().name)
+        time.sleep(0.1)
+        return really(*words)
+    monkeypatch.setattr(packing, "document_starts", start_slowly)
     assert len(list(plan.prefetch(range(len(plan.shapes))))) == len(plan.shapes)
-    assert len(opened) >= 1 and threading.main_thread().name not in opened
+    assert 1 <= len(opened) <= len(plan.plan.text) and threading.main_thread().name not in opened
     assert len({shard for step in plan.plan.steps for spans in step for shard, _, _, _ in spans}) > 1
+
+
+def test_pairs_are_counted_while_the_first_shard_is_opened(sampled, monkeypatch):
+    plan, counted, original = loader(sampled), threading.Event(), packing.document_starts
+    monkeypatch.setattr("data.loader.Importance", lambda *words: counted.set() or Importance(*words))
+    monkeypatch.setattr(packing, "document_starts", lambda *words: counted.wait(5) and original(*words))
+    assert len(next(plan.prefetch(range(1)))) == sampled.micro_batches
 
 
 def test_an_error_in_the_thread_reaches_the_step(config):
