@@ -24,7 +24,7 @@ def test_add_rows_wherever_a_run_starts_and_ends(runs, dtype):
     for out_dtype in {dtype, torch.float32}:
         old, results = random(count, 48, dtype=out_dtype), []
         for function in (add_rows, add_rows, add_rows_reference):
-            new, tuned = old.clone(), {"tuned": (16, 16, 2, 1)} if function is add_rows else {}
+            new, tuned = old.clone(), {"tuned": (16, 16, 2, 1, 2)} if function is add_rows else {}
             function(new[:, 16:16 + width], grad, *order, **tuned)
             results.append(new)
         exact = old.double()
