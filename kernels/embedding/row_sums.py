@@ -12,9 +12,10 @@ these up:
     sorted rows    2 2 5 5 | 5 5 5 5 | 5 7 7 9     in three blocks
     row 5          tail: 2 | head: 4 | head: 1     the tail's block adds 2 + 4 + 1 to row 5
 
-A program of the first launch goes over all columns of its block in a loop. So it finds the block's runs once,
-and loads the gradients of later columns while it sums earlier ones. One H200, 28 November 2026, both launches
-without the sort, 196,608 positions of real text in 50,304 bf16 rows, medians of 9, in µs:
+Where rows are wide, a program of the first launch goes over all columns of its block in a loop. So it finds
+the block's runs once, and loads the gradients of later columns while it sums earlier ones. One H200, 28
+November 2026, both launches without the sort, 196,608 positions of real text in 50,304 bf16 rows, medians of
+9, in µs:
 
     width                           768     640
     a program for each 64 columns   279.7   237.4
@@ -22,6 +23,9 @@ without the sort, 196,608 positions of real text in 50,304 bf16 rows, medians of
     128 at a time, loads 2 ahead    224.8   199.0
     128 at a time, loads 1 ahead    239.3   –
     128 at a time, none ahead       253.4   –
+
+Rows of up to 128 columns have one program for each 64, as before: 786,432 positions of 16 M rows of 64
+columns take 118.6 µs so and 152.2 in a loop, of 8 M rows of 128 columns 218.0 and 224.6.
 
 With a program for each 64 columns, 49,152 positions of 50,304 × 768 as frequent as words are took 125 µs with
 the sort, and PyTorch's compiled dense gradient 203 µs. A first kernel in which one program walked each run
@@ -36,13 +40,13 @@ from torch import Tensor
 from kernels.backend import check, tl, triton
 from kernels.example import Example
 
-# (positions a block, columns at a time, blocks that the second launch reads at a time, warps, stages). The
-# first is used: it fits whole lines of 128 bytes and, in bf16, takes 176 registers a thread on sm_90 (Triton
-# 3.7.1), so that two programs share a multiprocessor.
-CONFIGS = [
-    (64, 64, 32, 4, 3), (64, 128, 32, 4, 3), (64, 128, 32, 4, 2), (32, 64, 32, 4, 3), (32, 128, 32, 4, 3),
-    (64, 64, 32, 4, 2), (64, 64, 32, 4, 1),
-]
+# (positions a block, columns at a time, blocks that the second launch reads at a time, warps, stages). With
+# one stage a program has so many columns and no more. Of the wide forms, and of the narrow ones, the first is
+# used: it fits whole lines of 128 bytes. In bf16 the wide one takes 176 registers a thread on sm_90, so that
+# two programs share a multiprocessor, and the narrow one 120, so that four do.
+WIDE = [(64, 64, 32, 4, 3), (64, 128, 32, 4, 3), (64, 128, 32, 4, 2), (32, 64, 32, 4, 3), (64, 64, 32, 4, 2)]
+NARROW = [(64, 64, 32, 4, 1), (64, 32, 32, 4, 1), (32, 128, 32, 4, 1)]
+CONFIGS, MOST_NARROW = WIDE + NARROW, 128   # columns
 
 
 def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
@@ -54,8 +58,10 @@ def add_rows_reference(out: Tensor, grad: Tensor, rows: Tensor, positions: Tenso
 
 @triton.jit
 def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, edges_ptr, n, width, out_stride,
-                      grad_stride, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr):
-    block = tl.program_id(0)
+                      grad_stride, POSITIONS: tl.constexpr, COLUMNS: tl.constexpr, TURNS: tl.constexpr,
+                      STAGES: tl.constexpr):
+    parts = tl.cdiv(width, TURNS * COLUMNS)
+    block, first = tl.program_id(0) // parts, tl.program_id(0) % parts * (TURNS * COLUMNS)
     i = block * POSITIONS + tl.arange(0, POSITIONS)
     row = tl.load(rows_ptr + i, mask=i < n, other=-1)
     before = tl.load(rows_ptr + i - 1, mask=(0 < i) & (i < n), other=-1)
@@ -74,8 +80,8 @@ def add_blocks_kernel(out_ptr, grad_ptr, rows_ptr, positions_ptr, edges_ptr, n, 
     out_rows = out_ptr + row.to(tl.int64)[:, None] * out_stride
     edge_rows = edges_ptr + 2 * block.to(tl.int64) * width + tl.where(tail, width, 0)[:, None]
     # Loads may run ahead of stores: no turn reads columns that another one writes.
-    for begin in tl.range(0, width, COLUMNS, num_stages=STAGES):
-        column = begin + tl.arange(0, COLUMNS)[None, :]
+    for turn in tl.range(0, TURNS, num_stages=STAGES):
+        column = first + turn * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         inside = column < width
         grads = tl.load(grad_rows + column, mask=(i < n)[:, None] & inside, other=0.0)
         old = tl.load(out_rows + column, mask=whole[:, None] & inside, other=0.0)
@@ -115,7 +121,7 @@ def add_rows(
     grad: Tensor,  # (m, width) bf16, fp16 or float32, with contiguous rows
     rows: Tensor,  # (n,) row numbers, equal ones side by side: from `sort_rows` or `enlist`; not checked
     positions: Tensor,  # (n,) which row of `grad` belongs to each of them
-    tuned: tuple[int, int, int, int, int] = CONFIGS[0],
+    tuned: tuple[int, int, int, int, int] | None = None,
     once: bool = True,  # each row of `grad` is added once: m = n. Else `positions` are not checked.
 ) -> Tensor:
     """out[rows[i]] += grad[positions[i]] for all i, summed in float32 and rounded once; returns out."""
@@ -129,15 +135,17 @@ def add_rows(
           "as long as positions, and both contiguous")
     if not rows.numel():
         return out
-    n, width, (block, columns, chunk, warps, stages) = len(rows), grad.shape[1], tuned
-    blocks = triton.cdiv(n, block)
+    n, width = len(rows), grad.shape[1]
+    block, columns, chunk, warps, stages = tuned or (NARROW if width <= MOST_NARROW else WIDE)[0]
+    blocks, column_tiles = triton.cdiv(n, block), triton.cdiv(width, columns)
+    turns = column_tiles if stages > 1 else 1
     # The head and the tail of each block, if it has them.
     edges = torch.empty(blocks, 2, width, dtype=torch.float32, device=out.device)
-    add_blocks_kernel[blocks,](
+    add_blocks_kernel[blocks * triton.cdiv(column_tiles, turns),](
         out, grad, rows, positions, edges, n, width, out.stride(0), grad.stride(0),
-        POSITIONS=block, COLUMNS=columns, STAGES=stages, num_warps=warps)
+        POSITIONS=block, COLUMNS=columns, TURNS=turns, STAGES=stages, num_warps=warps)
     if blocks > 1:
-        add_crossing_kernel[blocks - 1, triton.cdiv(width, columns)](
+        add_crossing_kernel[blocks - 1, column_tiles](
             out, rows, edges, blocks, width, out.stride(0),
             POSITIONS=block, COLUMNS=columns, CHUNK=chunk, num_warps=warps)
     return out
