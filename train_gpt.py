@@ -3,7 +3,7 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     # 8, 4 or 2 GPUs
     python train_gpt.py                                       # one GPU, or a laptop's CPU (a small model)
     ./run.sh                                                  # the same, with its own environment and data
-    python train_gpt.py --timetable 4                         # which collectives run when, on 4 ranks
+    python train_gpt.py --preset speedrun --timetable 4       # which collectives run when, on 4 ranks
     python train_gpt.py --help                                # every setting of `Config` is a flag
 
 How to read it:
@@ -34,7 +34,7 @@ from records.run.terminal import end_quietly, outlive_terminal
 
 if __name__ == "__main__":
     end_quietly()       # Imports take seconds.
-    gc.disable()        # till the timed run ends: collections took 2.8 of the 29 s of a warm start (1×H200)
+    gc.disable()        # till the timed run ends: collections took 2.8 s of a start of 29 (1×H200, 21033d5)
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ class Stage:
     lr_scale: Factor                # multiplies every learning rate
     multi_token: tuple[tuple[Factor, Factor], ...]  # loss weights of the next tokens: (start, end)
     # Training computes logits for the targets and a sample that stands for all other tokens (Jean et al.,
-    # arXiv 1412.2007; @devenpzak #360); validation is exact. A, with 8,192: costs 0.004, saves 7.6 s.
+    # arXiv 1412.2007; @devenpzak #360); validation is exact. 8,192 cost 0.004 and saved 8 of 42 s on 4×H200.
     softmax_samples: Count = 6144   # 0: all tokens
 
 
@@ -125,8 +125,8 @@ class Config:
     The comments say why an ingredient is there, whose idea it is, and its worth. @names and #numbers are
     authors and pull requests of the public speedrun (KellerJordan/modded-nanogpt). Worth is the loss by which
     a run without it ends higher, and the seconds that it saves: those of the steps that would make up for
-    that loss, less its own. A is of 33.9 s on four H200s, B of 58.6 s on two, by one pair of runs each, so
-    that less than 0.003 says little (records/ideas.md has the runs, records/measuring.md the method).
+    that loss, less its own. A: by one pair of runs with older settings, 33.9 s on four H200s. B: likewise,
+    58.6 s on two. Less than 0.003 says little (runs: records/ideas.md; method: records/measuring.md).
     """
     preset: str = ""                # "speedrun" with a GPU and "cpu" without, unless it is given
     name: str = ""                  # the run's folder; the preset's name if empty
@@ -177,8 +177,8 @@ class Config:
     # Where the model is scored, tokens that GPT-2's encoder never writes next get nothing from the head
     # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
     canonical: bool = False
-    # So many tokens share a softmax's sample; fewer have fewer targets, which saves logits. 0: all of them.
-    softmax_tokens: Count = 0       # 8,192 and 4,096 samples save 4% over 16,384 and 6,144, for up to 0.004.
+    # How many tokens share one sample of the softmax. Fewer have fewer targets, so fewer logits. 0: all.
+    softmax_tokens: Count = 0       # 8,192 with 4,096 samples: 4% faster than 16,384 with 6,144; 0.004 worse.
     # A table with a row for each token is added to attention's values: its identity skips earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
@@ -246,7 +246,7 @@ class Config:
     val_chunk: Tokens = 65_536      # tokens a forward pass: memory depends on it, the result does not
     val_sequence_length: Tokens = 16_384            # Longer documents are scored in pieces.
     val_window: Blocks = 20         # blocks of the long window in the last validation (@ClassicLarry #127)
-    # Score in FP8 what is trained in FP8, or all in bfloat16 like the public speedrun, for 0.002 less.
+    # Score in FP8 what is trained in FP8. False: all in bfloat16, like the public speedrun; 0.002 less loss.
     val_fp8: bool = True
     # Other texts to score after the run, off the clock: name=FOLDER:TOKENS, or name:TOKENS for a folder that
     # may lie beside the shards. `val` alone flatters the n-gram table (records/measuring.md).
@@ -260,7 +260,7 @@ class Config:
     reference: tuple[str, ...] = ()                 # fields of `Ops` that run their reference, or "all"
     compile: bool = True            # torch.compile of references, on GPUs
     capture: bool = True            # Each kind of step is one CUDA graph: 13 ms, not 37 (4×H200).
-    overlap: bool = True            # Collectives run under computation: 12.7 ms a step, not 13.9.
+    overlap: bool = True            # Collectives run under computation: 12.7 ms, not 13.9 (4×H200).
     peer_copies: bool = True        # Collectives are copies between GPUs that see each other; false: by NCCL.
     doctor: bool = False            # Look at the machine first (./run.sh doctor); the log gets the figures.
     check_ranks: Count = 0          # Compare hashes of the ranks' weights so often, 4 ms each; 0: never.
@@ -395,7 +395,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
 # ========== 3. Model =================================================================================
 
 class Transit:
-    """One step's way through the model: what its micro-batches share, and who hears where a pass stands.
+    """What a step's micro-batches share; and it tells the optimizer which stop of the model a pass is at.
 
     The stops of a pass are "embedding", "n-grams", "layer 0", "mlp 0", "layer 1", …, "head".
     """
@@ -450,8 +450,8 @@ class GPT(nn.Module):
             config.attention, like, (config.qk_dim, config.head_dim), config.attention_scale)
         self.attention = attention.ATTENTION[self.attention_backend]
         self.ops, self.fp8 = choose_ops(config, like)
-        plain = choose_ops(replace(config, fp8=(), compile=False), like)[0]     # for the few scores
-        self.plain = {op: getattr(plain, op) for op in "norm_fork qkv mlp_input feed_forward".split()}
+        no_fp8 = choose_ops(replace(config, fp8=(), compile=False), like)[0]    # for `score`
+        self.no_fp8 = {op: getattr(no_fp8, op) for op in "norm_fork qkv mlp_input feed_forward".split()}
         depth, kept, self.sources = len(config.layers), 0, []   # sources: which stream each attention reads
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
@@ -550,7 +550,7 @@ class GPT(nn.Module):
         """The next-token loss, summed over the batch's tokens, in nats (0-dim); see `Config.val_fp8`."""
         model = copy(self)      # with the same weights
         if not self.config.val_fp8:
-            model.ops, model.fp8 = self.ops._replace(**self.plain), ()
+            model.ops, model.fp8 = self.ops._replace(**self.no_fp8), ()
         return model(batch, step)[1]
 
     def positions(self, batch: Batch, step: "Step") -> tuple[attention.Positions, float]:
@@ -819,7 +819,7 @@ class Optimizer:
 
     1. In the forward pass of the first micro-batch `weights_needed` gathers what the step before updated.
     2. In the backward pass of the last one `gradients_complete` starts the sums of complete gradients. Once
-       all of a group have started, its update waits for them on a CUDA stream of its own. None fills a GPU.
+       all of a group have started, its update waits for them on its own CUDA stream: no update fills a GPU.
     3. `step` does so for what the end of the backward pass completes, and waits for all updates.
 
     So a rank's weights are whole from the end of a forward pass, or from `gather`, until the next update.
@@ -1096,7 +1096,7 @@ class Trainer:
         acts = [self.step]
         if self.config.capture:
             torch.cuda.reset_peak_memory_stats()
-            acts.append(self.capture)       # Last: a graph keeps the memory of its step for itself.
+            acts.append(self.capture)       # Last: an eager step cannot use the graphs' memory.
         for act in acts:
             for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)), self.prepared)):
                 act(step, batches)
@@ -1149,7 +1149,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
 
 
 def run(config: Config, world: World, started: float) -> Report:
-    """One training run, in the process that `started` then (seconds since the epoch)."""
+    """One training run. It, or its process, `started` then (seconds since the epoch)."""
     resumed = find(config)
     trainer = Trainer(config, world)
     facts, name = explain.run_facts(trainer, resumed), config.name or config.preset

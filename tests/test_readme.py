@@ -44,7 +44,8 @@ ELSEWHERE = {
     "./run.sh sample": "test_use.py: it wants the model that ./run.sh has trained",
     "./run.sh doctor": "test_doctor.py and test_run_sh.py: it takes half a minute",
     "./run.sh caches --help": "test_caches.py and test_run_sh.py: it starts no ranks",
-    "python -m data.text books/ --out data/shards/books-gpt2": "GPT-2's vocabulary comes from the network",
+    "python -m data.text books/ --validation 0.06 --out data/shards/books-gpt2":
+        "GPT-2's vocabulary comes from the network",
     "DATA_PATH=data/shards/books-gpt2 ./run.sh --preset corpus": "with the shards of the line above",
 }
 GUIDE_ELSEWHERE = {
@@ -53,7 +54,8 @@ GUIDE_ELSEWHERE = {
     ".venv/bin/python -m pytest -q tests/test_model.py": "a part of it",
     ".venv/bin/python -m ruff check .": "CONTRIBUTING says where ruff comes from; the tests do not need it",
     "python -m pytest -q tests/kernels -k smear": "a part of it",
-    'python -m records new "records/runs/*-mine" --name mine --title "3.28 in … s on …" --contributors you':
+    'python -m records new "records/runs/*-mine" --second "records/runs/*-second" --name mine --title '
+    '"3.28 in … s on …"':
         "test_records.py::test_a_new_record_is_valid; its words are tried below",
     "python -m records check": "test_records.py::test_the_records_of_this_repository_are_valid",
     "python -m records report": "test_records.py::test_report",
