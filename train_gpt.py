@@ -33,8 +33,8 @@ PROCESS_START = time.time()
 from records.run.terminal import end_quietly, outlive_terminal
 
 if __name__ == "__main__":
-    end_quietly()       # Imports take seconds.
-    gc.disable()        # till the timed run ends: collections took 2.8 s of a start of 29 (1×H200, 21033d5)
+    end_quietly()       # Ctrl-C ends the imports, which take seconds, in one line.
+    gc.disable()        # until the timed run ends: collections took 2.8 s of a 29 s start (1×H200, 21033d5)
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +72,8 @@ ROOT = Path(__file__).resolve().parent
 
 @dataclass(frozen=True)
 class Layer:
-    """What one layer has besides attention and an MLP. No other line names a layer."""
-    long_window: bool = False       # A long window. Only here does `key_offset` act.
+    """What one layer has besides attention and an MLP. The model names no layer by its number."""
+    long_window: bool = False       # Attention has the long window, and `key_offset` acts.
     value_embedding: bool = False   # The token's row of a table is added to V, through a gate.
     kept: bool = False              # Later layers can read what leaves this layer.
     reads_kept: bool = False        # Attention reads the latest kept output, not the residual stream.
@@ -104,10 +104,10 @@ class Stage:
     sequence_length: Tokens         # Longer documents are cut to this many tokens.
     windows: tuple[Blocks, Blocks]  # short and long attention window, in blocks of `window_block` tokens
     lr_scale: Factor                # multiplies every learning rate
-    multi_token: tuple[tuple[Factor, Factor], ...]  # loss weights of the next tokens: (start, end)
-    # Training computes logits for the targets and a sample that stands for all other tokens (Jean et al.,
-    # arXiv 1412.2007; @devenpzak #360); validation is exact. 8,192 cost 0.004 and saved 8 of 42 s on 4×H200.
-    softmax_samples: Count = 6144   # 0: all tokens
+    multi_token: tuple[tuple[Factor, Factor], ...]  # each next token's loss weight at a stage's start and end
+    # Training computes logits for the targets and for a sample of the other tokens (Jean et al., arXiv
+    # 1412.2007; @devenpzak #360). Validation is exact. 8,192 samples cost 0.004 and saved 8 of 42 s (4×H200).
+    softmax_samples: Count = 6144   # tokens in the sample; 0: logits of all tokens
 
 
 SPEEDRUN_STAGES = (
@@ -120,17 +120,17 @@ SPEEDRUN_STAGES = (
 
 @dataclass(frozen=True)
 class Config:
-    """Every setting. Each field but `layers` and `stages` is a flag; so is a stage's (`--lr_scale 1,1,1`).
+    """Every setting. Its fields but `layers` and `stages` are flags; so are a stage's (`--lr_scale 1,1,1`).
 
-    The comments say why an ingredient is there, whose idea it is, and its worth. @names and #numbers are
-    authors and pull requests of the public speedrun (KellerJordan/modded-nanogpt). Worth is the loss by which
-    a run without it ends higher, and the seconds that it saves: those of the steps that would make up for
-    that loss, less its own. A: by one pair of runs with older settings, 33.9 s on four H200s. B: likewise,
-    58.6 s on two. Less than 0.003 says little (runs: records/ideas.md; method: records/measuring.md).
+    @names and #numbers are authors and pull requests of the public speedrun (KellerJordan/modded-nanogpt).
+    An ingredient's worth is how much higher the loss of a run without it ends, and the seconds that it saves:
+    those of the extra steps that such a run needs for the same loss, minus those that the ingredient takes.
+    A: measured by one pair of runs with older settings, 33.9 s on four H200s. B: by such a pair, 58.6 s on
+    two H200s. A loss of less than 0.003 says little (runs: records/ideas.md; method: records/measuring.md).
     """
-    preset: str = ""                # "speedrun" with a GPU and "cpu" without, unless it is given
+    preset: str = ""                # the preset's name; unless given: "speedrun" with a GPU, "cpu" without
     name: str = ""                  # the run's folder; the preset's name if empty
-    seed: Seed = 0                  # of the first weights, and of what the softmax samples
+    seed: Seed = 0                  # seed of the initial weights and of the softmax's samples
     runs: Positive = 1              # runs in this process, which compiles once; seeds are seed, seed + 1, …
     target: Factor = 3.28           # the validation loss that the run is after, in nats a token; for the log
 
@@ -138,143 +138,143 @@ class Config:
     data_path: str = ""             # folder of token shards: the flag, else $DATA_PATH, else the preset's
     vocab_size: Size = 50257        # The last token of the vocabulary starts every document.
     epochs: Positive = 1            # how often a token may be seen; a schedule that needs more is refused
-    # Sequences begin where documents do (@ClassicLarry #108). What a cut leaves over can be trained on as
-    # well, which delays a second epoch. With enough tokens it costs 0.019.
+    # Sequences begin where documents do (@ClassicLarry #108). The rest of a document that is cut can become
+    # sequences, too. This delays a second epoch; where there are enough tokens, it costs 0.019 of loss.
     keep_tails: bool = False
-    micro_batches: Positive = 8     # in each step; if not given, GPUs have at least one each
+    micro_batches: Positive = 8     # micro-batches of a step, on all GPUs; unless given, one or more a GPU
 
-    # ---- Model. It also has ReLU² (So et al., arXiv 2109.08668), QK-norm (arXiv 2010.04245), logits bounded
-    # by 23·sigmoid((z + 5)/7.5) (@ClassicLarry #181), MLP-out that starts at 0 (@Grad62304977), and learned
-    # scalars: on Q, K, V and O, multiplied into the weights (@roeeshenberg #166), and on the stream.
+    # ---- Model. Without a setting it has ReLU² (So et al., arXiv 2109.08668), QK-norm (arXiv 2010.04245),
+    # logits bounded by 23·sigmoid((z + 5)/7.5) (@ClassicLarry #181), MLP-out that starts at 0 (@Grad62304977)
+    # and learned scalars, on the residual stream and on the weights of Q, K, V and O (@roeeshenberg #166).
     layers: tuple[Layer, ...] = SPEEDRUN_LAYERS
     width: Size = 768               # channels of the residual stream
-    heads: Size = 6                 # of each layer's attention; they need not fill the width
+    heads: Size = 6                 # heads of each layer's attention; heads · head_dim need not be the width
     head_dim: Size = 128            # channels of a head's value
-    # Queries and keys need fewer channels than values (@Glitchfix #344: 96 of 128). B: 3.1 s, with the scale.
-    qk_dim: Size = 64
-    attention_scale: Factor = 0.15  # Normed queries and keys want a set factor (@leloykun, @YouJiacheng #72).
+    # Queries and keys need fewer channels than values (@Glitchfix #344: 96 of 128).
+    qk_dim: Size = 64               # channels of a query or key. B: 3.1 s, together with `attention_scale`.
+    attention_scale: Factor = 0.15  # QK-norm wants a factor of q·k set by hand (@leloykun, @YouJiacheng #72).
     # Half of each query and key turns with its position (arXiv 2104.09864), half matches by content alone.
     rotary_share: Share = 0.5
-    rotary_base: Factor = 1024.0    # The slowest pair turns so many times more slowly than the fastest.
+    rotary_base: Factor = 1024.0    # how many times faster the fastest channel pair turns than the slowest
     # Slow rotations get slower as windows grow (arXiv 2309.00071; @ClassicLarry #122). A: 0.004, 0.7 s.
     yarn: bool = True
-    # A hashed table of n-grams: head 0's values get a row for the last 2 tokens, head 1's for the last 3, …
-    # Short contexts come by look-up, not by computation. Most parameters are here (kernels/ngrams/README.md;
-    # @ClassicLarry #201; Cheng et al., arXiv 2601.07372). B: 0.103, 30 s; 0.036 on genuine FineWeb.
-    ngrams: tuple[NGram, ...] = (2, 3, 4, 5)
-    ngram_rows: Rows = 67_108_864   # each as wide as a head; 0: no table
+    # Each n-gram has a row in a hashed table. Head 0 adds the row of the last 2 tokens to its values, head 1
+    # the row of the last 3, … So the model looks short contexts up and need not compute them. The table holds
+    # most of the parameters (kernels/ngrams/README.md; @ClassicLarry #201; Cheng et al., arXiv 2601.07372).
+    ngrams: tuple[NGram, ...] = (2, 3, 4, 5)    # tokens of n-grams; B: 0.103, 30 s; genuine FineWeb: 0.036
+    ngram_rows: Rows = 67_108_864   # rows of the n-gram table, each as wide as a head; 0: no table
     # N-grams ignore case, accents and leading spaces (record 92 of the public speedrun). Worth 0.005.
-    ngram_classes: bool = False     # of GPT-2's tokens alone
-    # An n-gram row for a guess of the next token: what followed the longest earlier match of the last tokens,
-    # 1, 2, …, in this sequence (kernels/retrieval; proposed to the public speedrun). Worth 0.006 to 0.008.
-    near_match: tuple[Few, ...] = ()
-    # Where the model is scored, part of the probability is how often a token followed the last 1, 2 or 3 in
-    # the text that was trained on (kernels/retrieval). Lengths 2 and 3 are worth 0.006 to 0.021.
+    ngram_classes: bool = False     # only for GPT-2's tokens
+    # Tokens also read an n-gram row for a guess of the next token. The guess followed the longest earlier
+    # match of the last tokens in the sequence (kernels/retrieval; proposed to the public speedrun).
+    near_match: tuple[Few, ...] = ()    # lengths of the matches, in tokens; worth 0.006 to 0.008
+    # When the model is scored, part of a token's probability is how often the token followed the last 1, 2 or
+    # 3 tokens in the training text so far (kernels/retrieval). Lengths 2 and 3 are worth 0.006 to 0.021.
     retrieval: tuple[Few, ...] = ()
-    # Part of the next token's probability points at what followed like states, found with so many channels
-    # (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
-    copy_channels: Count = 0        # a power of two, as 128; 0: none
-    # Where the model is scored, tokens that GPT-2's encoder never writes next get nothing from the head
-    # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, for the weights of one run.
+    # Tokens that followed similar earlier states get part of the next token's probability. Queries and keys
+    # find them (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
+    copy_channels: Count = 0        # channels of each query and key: a power of two, as 128; 0: no copying
+    # When the model is scored, the head gives no probability to tokens that GPT-2's encoder never writes next
+    # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, by the weights of one run.
     canonical: bool = False
-    # How many tokens share one sample of the softmax. Fewer have fewer targets, so fewer logits. 0: all.
-    softmax_tokens: Count = 0       # 8,192 with 4,096 samples: 4% faster than 16,384 with 6,144; 0.004 worse.
-    # A table with a row for each token is added to attention's values: its identity skips earlier layers
+    # How many tokens share one softmax sample; 0: all. Fewer tokens have fewer targets, so need fewer logits.
+    softmax_tokens: Count = 0       # 8,192 with 4,096 samples: 4% faster than 16,384 with 6,144, loss +0.004
+    # Attention's values get each token's row of a table, so a token's identity skips the earlier layers
     # (Zhou et al., arXiv 2410.17897; @KoszarskyB; gates: @ClassicLarry #186, @photomz #218). A: 0.061, 8.3 s.
     value_embeddings: bool = True
-    gate_channels: Size = 12        # A gate sees 12 channels of a token, or 6 of x and 6 of its value row.
-    # An embedding gets a gated share of the last: no head need look back one (@ClassicLarry #130). A: 0.004.
-    smear: bool = True
-    # With a long window a key's half without position comes from the token before: one layer can find what
-    # followed a token last time, which is induction (@ClassicLarry #169). A: 0.008, 1.3 s.
+    gate_channels: Size = 12        # inputs of a gate: for smear 12 of x, for values 6 of x and 6 of the row
+    # Each embedding gets a gated share of the previous token's, so that no head need look one token back.
+    smear: bool = True              # @ClassicLarry #130. A: 0.004.
+    # With a long window, the half of a key that has no position comes from the previous token. So one layer
+    # can find what followed a token the last time, which is induction (@ClassicLarry #169). A: 0.008, 1.3 s.
     key_offset: bool = True
-    # What an early layer wrote for later layers alone is subtracted before the head, by a learned share
-    # (@ClassicLarry #140). Honours `Layer.backout`. A: 0.003, 0.5 s.
+    # Some of what early layers write serves later layers alone. So a learned share of the output of the layer
+    # marked `Layer.backout` is subtracted before the head (@ClassicLarry #140). A: 0.003, 0.5 s.
     backout: bool = True
-    # Late attention reads one earlier output, without what later MLPs wrote for the prediction (@ClassicLarry
-    # #241, after @msisovic #230). Honours `Layer.reads_kept`. A: 0.008, 1.5 s.
+    # Where `Layer.reads_kept` is set, attention reads an earlier output, which lacks what later MLPs wrote
+    # for the prediction (@ClassicLarry #241, after @msisovic #230). A: 0.008, 1.5 s.
     late_input: bool = True
 
-    # ---- Schedule. Batches grow (@varunneal #163), and so do windows (@hi_tysam). At first the loss counts a
-    # second and a third next token (Gloeckle et al., arXiv 2404.19737; @varunneal #178). A: 0.010, 1.6 s.
+    # ---- Schedule. Batches grow (@varunneal #163), and so do windows (@hi_tysam). Early losses count the two
+    # tokens after the next, too (Gloeckle et al., arXiv 2404.19737; @varunneal #178), worth A: 0.010, 1.6 s.
     stages: tuple[Stage, ...] = SPEEDRUN_STAGES
-    steps: Steps = 1270             # of all stages together
-    extra_steps: Steps = 15         # after them, at the last stage's final values
-    extra_samples: Count = 0        # the extra steps' `softmax_samples`
-    window_block: Blocks = 128      # tokens
+    steps: Steps = 1270             # steps of all stages together
+    extra_steps: Steps = 15         # steps after the stages, at the last stage's final values
+    extra_samples: Count = 0        # `softmax_samples` of the extra steps
+    window_block: Blocks = 128      # tokens in a block of a window
     final_windows: tuple[Blocks, Blocks] = (6, 13)    # windows of the extra steps, in blocks
     cooldown: Share = 0.6           # the share of the steps over which the learning rate falls linearly
     final_lr: Share = 0.15          # the share of the learning rate that is left at the end (@YouJiacheng)
     adam_every: Few = 2             # Adam takes the gradients of two steps together (@ClassicLarry #136).
 
     # ---- Optimizer. Muon (Jordan et al., kellerjordan.github.io/posts/muon) moves a matrix by the orthogonal
-    # matrix nearest to its momentum. What bfloat16 cuts off a weight is kept beside it, but for n-gram rows.
-    muon_lr: Factor = 0.023         # of the hidden matrices, times a matrix's own factor
-    muon_momentum: tuple[Beta, Beta] = (0.85, 0.95)     # at the ends of the run, and between
+    # matrix nearest to its momentum. The bits that bfloat16 lacks are kept for all weights but n-gram rows.
+    muon_lr: Factor = 0.023         # learning rate of hidden matrices, times each matrix's own factor
+    muon_momentum: tuple[Beta, Beta] = (0.85, 0.95)     # momentum at both ends of the run, and in between
     momentum_warmup: Positive = 300     # steps from the first momentum to the second
-    momentum_cooldown: Positive = 50    # steps back again, at the end (@ClassicLarry #136)
+    momentum_cooldown: Positive = 50    # steps back to the first momentum, at the end (@ClassicLarry #136)
     # A slower average of the gradients takes part of the momentum's place (@orange4664 #340). A screening
     # says that it is worth 0.006, whole runs say less (records/ideas.md). It takes 0.1% of the time.
     slow_share: Share = 0.0
-    slow_beta: Beta = 0.97          # of the slower average
-    slow_from: tuple[Share, Share] = (0.3, 0.4)     # parts of the steps: where its share begins and is whole
-    muon_beta2: Beta = 0.9          # of a neuron's running size, by which NorMuon divides
-    muon_decay: Factor = 1.2        # times muon_lr squared, and the matrix's multiplier
-    polar_steps: Few = 4            # of Newton-Schulz (Polar Express: Amsel et al., arXiv 2505.16932)
-    # Scales rows first, which saves one of 5 steps at the same loss (arXiv 2208.03160, arXiv 2512.04632).
-    aol: bool = True
+    slow_beta: Beta = 0.97          # decay of the slower average
+    slow_from: tuple[Share, Share] = (0.3, 0.4)     # parts of the run: where slow_share begins and is whole
+    muon_beta2: Beta = 0.9          # decay of a neuron's running size, by which NorMuon divides
+    muon_decay: Factor = 1.2        # weight decay, times muon_lr squared and the matrix's own factor
+    polar_steps: Few = 4            # Newton-Schulz steps (Polar Express: Amsel et al., arXiv 2505.16932)
+    # Before Newton-Schulz, a matrix's rows are scaled, which saves one of 5 steps at the same loss.
+    aol: bool = True                # arXiv 2208.03160, arXiv 2512.04632
     # NorMuon divides each neuron's update by its running size (Li et al., arXiv 2510.05491). A: 0.015, 2.6 s.
     neuron_norm: bool = True
-    adam_lr: Factor = 0.008         # of all other weights, times their group's factor
-    value_lr: Factor = 150.0        # of the value embeddings, times adam_lr
-    ngram_lr: Factor = 75.0         # of the n-gram table, times adam_lr
-    ngram_beta2: Beta = 0.99        # of an n-gram row's mean squares
+    adam_lr: Factor = 0.008         # learning rate of all other weights, times their group's factor
+    value_lr: Factor = 150.0        # learning rate of the value embeddings, times adam_lr
+    ngram_lr: Factor = 75.0         # learning rate of the n-gram table, times adam_lr
+    ngram_beta2: Beta = 0.99        # decay of an n-gram row's mean squares
     ngram_block: Positive = 16      # neighbouring columns of an n-gram row share a mean square; worth 0.005
-    adam_decay: Factor = 0.005      # times adam_lr squared, and the group's two multipliers
+    adam_decay: Factor = 0.005      # weight decay, times adam_lr squared and both factors of the group
     # At the end weights are mixed with their moving averages (record 92 of the public speedrun). Worth 0.004.
-    average_steps: Count = 0        # the last steps, whose weights are averaged; 0: none
-    average_every: Positive = 5     # steps
-    average_share: Share = 0.65     # of the average in the mixture
+    average_steps: Count = 0        # number of last steps whose weights are averaged; 0: no averages
+    average_every: Positive = 5     # steps from one averaging to the next
+    average_share: Share = 0.65     # share of the average in the mixture
     cautious: bool = True   # Decay only where the update agrees in sign (arXiv 2510.12402; @varunneal #154).
     # Tokens of like spelling share part of their updates (kernels/optimizer/shared_updates.py). Worth 0.014
     # on `val`, 0.017 and 0.021 on two other texts, by one pair of runs, for 0.6% of the time.
-    shared_updates: bool = False    # of GPT-2's tokens alone
+    shared_updates: bool = False    # only for GPT-2's tokens
 
     # ---- Validation
-    val_tokens: Positive = 10_485_760   # the first tokens of the validation stream, all of which are scored
-    val_every: Count = 250          # steps; 0: only at the end
-    val_chunk: Tokens = 65_536      # tokens a forward pass: memory depends on it, the result does not
+    val_tokens: Positive = 10_485_760   # how many tokens are scored, from the start of the validation text
+    val_every: Count = 250          # steps from one validation to the next; 0: only at the end
+    val_chunk: Tokens = 65_536      # tokens of a forward pass; more take more memory, for the same result
     val_sequence_length: Tokens = 16_384            # Longer documents are scored in pieces.
     val_window: Blocks = 20         # blocks of the long window in the last validation (@ClassicLarry #127)
-    # Score in FP8 what is trained in FP8. False: all in bfloat16, like the public speedrun; 0.002 less loss.
-    val_fp8: bool = True
-    # Other texts to score after the run, off the clock: name=FOLDER:TOKENS, or name:TOKENS for a folder that
-    # may lie beside the shards. `val` alone flatters the n-gram table (records/measuring.md).
+    # True scores in FP8 whatever is trained in FP8. False scores in bfloat16, as the public speedrun does.
+    val_fp8: bool = True            # The loss in bfloat16 is 0.002 lower.
+    # Other texts are scored after the run, off the clock: name=FOLDER:TOKENS, or name:TOKENS for a folder of
+    # that name beside the shards, if it exists. `val` alone flatters the n-gram table (records/measuring.md).
     score: tuple[str, ...] = ()
 
     # ---- Machine
-    attention: Backend = "auto"     # "bounded", "flash4", "varlen", "plain", or the fastest here
-    # Parts that run in FP8 where the GPU can, or "none" (kernels/fp8/formats.py; the head: @YouJiacheng; all:
+    attention: Backend = "auto"     # kernel: "bounded", "flash4", "varlen", "plain", or the fastest that runs
+    # These parts run in FP8 where the GPU can (kernels/fp8/formats.py; the head: @YouJiacheng; all parts:
     # @Glitchfix #344, @devenpzak #360). A: 5.9 s for the MLP and 1.5 s for attention, at the same loss.
     fp8: tuple[Part, ...] = ("head", "attention", "mlp")
     reference: tuple[str, ...] = ()                 # fields of `Ops` that run their reference, or "all"
     compile: bool = True            # torch.compile of references, on GPUs
-    capture: bool = True            # Each kind of step is one CUDA graph: 13 ms, not 37 (4×H200).
-    overlap: bool = True            # Collectives run under computation: 12.7 ms, not 13.9 (4×H200).
-    peer_copies: bool = True        # Collectives are copies between GPUs that see each other; false: by NCCL.
+    capture: bool = True            # Each kind of step is one CUDA graph: 13 ms a step, not 37 (4×H200).
+    overlap: bool = True            # Collectives run under computation: 12.7 ms a step, not 13.9 (4×H200).
+    peer_copies: bool = True        # Collectives are copies between GPUs with peer access; false: by NCCL.
     doctor: bool = False            # Look at the machine first (./run.sh doctor); the log gets the figures.
-    check_ranks: Count = 0          # Compare hashes of the ranks' weights so often, 4 ms each; 0: never.
-    deterministic: bool = False     # The same bits in every run, also of attention's backward pass: +0.5%.
+    check_ranks: Count = 0          # steps between comparisons of the ranks' weights, 4 ms each; 0: never
+    deterministic: bool = False     # The same bits in every run, also in attention's backward: 0.5% slower.
     write_log: bool = True          # Write a run folder under `records/runs`.
     checkpoint: str = ""            # folder for checkpoints of training (records/run/checkpoint.py)
-    checkpoint_every: Count = 0     # Write a checkpoint after so many steps; 0: never.
-    checkpoint_on_stop: bool = False                # Write one where SIGTERM or Ctrl-C stops the run.
+    checkpoint_every: Count = 0     # steps from one checkpoint to the next; 0: no checkpoint
+    checkpoint_on_stop: bool = False                # A run that SIGTERM or Ctrl-C stops writes a checkpoint.
     resume: str = ""                # Go on from the newest checkpoint in this folder.
     save: str = ""                  # folder for the trained model (`use/`); "log": `model` beside the log
 
     @property
     def padded_vocab(self) -> int:
-        """FP8 matmuls want multiples of 16, the matrix units like 64."""
+        """Rows of the head: FP8 matmuls need a multiple of 16, and the matrix units prefer one of 64."""
         return round_up(self.vocab_size, 64)
 
     @property
@@ -283,14 +283,14 @@ class Config:
 
 
 SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb"))
-# Smaller batches want lower rates and a shorter momentum.
+# Smaller batches want lower learning rates and a shorter memory of the momentum.
 HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # 189 M tokens, few GPUs: the records of one and two H200s, which name their commits. Without the tails of
-    # cut documents a second epoch would start, which costs 0.1 of loss. 1% of the time is worth 0.002 in
-    # steps. So it leaves out layer 2, which takes 11% for 0.018 on `clean`, and a head, 6% for 0.002 to 0.01.
+    # Records of one and two H200s, on 189 M tokens, used this preset at the commits that they name. Tails of
+    # cut documents avoid a second epoch, which costs 0.1 of loss. 1% of the time buys steps that gain 0.002:
+    # more than layer 2 (11% for 0.018 on `clean`) or a sixth head (6% for 0.002 to 0.01), so both are out.
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", layers=SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:], data_path="",
         keep_tails=True, micro_batches=1, heads=5, ngram_rows=268_435_456, ngram_classes=True,
@@ -298,7 +298,7 @@ PRESETS = {
         slow_share=0.4, steps=1430, extra_steps=8, softmax_tokens=8192, softmax_samples=(4096,),
         extra_samples=16_384, shared_updates=True, canonical=True, val_fp8=False,
         score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
-    # One GPU of 24 GB: the speedrun's tokens in half batches and small parts. 337 s on an H200 in 24 GB.
+    # The preset for a GPU of 24 GB takes the speedrun's tokens in smaller batches: 337 s in 24 GB of an H200.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,
         extra_steps=30, **HALF_BATCHES),
@@ -328,18 +328,18 @@ class Ops(NamedTuple):
 
     Tests and experiments swap one: `model.ops = model.ops._replace(smear=embedding.smear_reference)`.
     """
-    lookup: Callable                # rows of a table, whose gradient reaches only those rows
-    smear: Callable                 # norms embeddings, and adds a share of the token before to each
+    lookup: Callable                # reads rows of a table; the gradient reaches only the rows that were read
+    smear: Callable                 # norms embeddings, and adds to each a share of the previous token's
     ngram_index: Callable           # hashes the n-grams that end at each token
-    suffix_keys: Callable           # hashes ends of text of any length
+    suffix_keys: Callable           # hashes the last k tokens at each token, for several lengths k
     norm_fork: Callable             # sums a residual stream and norms it, for several readers
     qkv: Callable                   # queries, keys and values from the normed stream
-    share_values: Callable          # n-gram rows for the values of all layers
-    mlp_input: Callable             # y = a (stream + update): gives c y, which passes the MLP by, and norm(y)
+    share_values: Callable          # gives n-gram rows to all layers, and sums the gradients of all layers
+    mlp_input: Callable             # for y = a (stream + update): c y, which bypasses the MLP, and norm(y)
     feed_forward: Callable          # relu(x W_inᵀ)² W_out
-    before_head: Callable           # what the head sees
+    before_head: Callable           # the head's input: the norm of the stream less a share of an earlier one
     copy_inputs: Callable           # queries and keys of the copy head, and its score of not copying
-    pointer_sums: Callable          # its scores of earlier states, summed
+    pointer_sums: Callable          # log Σ e^s over the copy head's scores s of earlier states
     head_loss: Callable             # the head, its softcap and the loss
     nesterov_momentum: Callable
     newton_schulz: Callable
@@ -373,7 +373,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
     off = set(Ops._fields if "all" in config.reference else config.reference)
     if off & {"qkv", "share_values"}:               # `qkv` stores the gradients that `share_values` sums.
         off |= {"qkv", "share_values"}
-    off |= {"row_adam"} if "lookup" in off else set()   # Only the kernel lists the rows that row_adam takes.
+    off |= {"row_adam"} if "lookup" in off else set()   # Only lookup's kernel lists the rows for row_adam.
     can = {"head": True, "attention": "qkv" not in off,
            "mlp": "feed_forward" not in off and mlp.has_feed_forward_fp8(device)}
     parts = tuple(part for part in config.fp8 if can[part] and fp8.has_fp8(device))
@@ -395,7 +395,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
 # ========== 3. Model =================================================================================
 
 class Transit:
-    """What a step's micro-batches share; and it tells the optimizer which stop of the model a pass is at.
+    """What the micro-batches of a step share. It tells the optimizer which stop of the model a pass is at.
 
     The stops of a pass are "embedding", "n-grams", "layer 0", "mlp 0", "layer 1", …, "head".
     """
@@ -409,8 +409,8 @@ class Transit:
     def reach(self, stop: str, x: Tensor | None = None) -> None:
         """The forward pass comes to `stop`, which reads x.
 
-        Autograd runs in reverse order of creation. So once x has its gradient, those of this stop and of all
-        later ones are complete.
+        Autograd runs in reverse order of creation. So once x has its gradient, the gradients of all weights
+        that this stop and later stops use are complete.
         """
         if self.optimizer is None:
             return
@@ -428,7 +428,7 @@ class Context(NamedTuple):
     attention_scale: float
     by_token: embedding.RowOrder            # the tokens, sorted for the gradients of tables of tokens
     ngrams: ngrams.InFlight                 # rows of the n-gram table, on their way from the other ranks
-    attention_scalars: tuple[Tensor, ...]   # for each layer (2,): of Q, K and V, and of O
+    attention_scalars: tuple[Tensor, ...]   # for each layer (2,): one for Q, K and V, one for O
     value_gates: tuple[Tensor, ...]         # for each value embedding (heads, gate_channels)
 
 
@@ -437,8 +437,8 @@ class GPT(nn.Module):
 
     `bank` holds all hidden matrices, layer by layer: Q, K and V stacked, (heads (2 qk_dim + head_dim),
     width); O, (width, heads head_dim); MLP-in and MLP-out, (4 width, width). A row is an output neuron of Q,
-    K, V or O, or a hidden unit. `collectives` tell how many ranks share the columns of the n-gram table. With
-    `like`, the operations are those of that device: so a GPU's memory can be counted on the meta device.
+    K, V or O, or a hidden unit of the MLP. The ranks of `collectives` share the columns of the n-gram table.
+    The operations are those of the device `like`: so a GPU's memory can be counted on the meta device.
     """
 
     def __init__(self, config: Config, device: torch.device, collectives: Collectives,
@@ -479,7 +479,7 @@ class GPT(nn.Module):
         in_attention, in_mlp = (2 * config.heads * config.qk_dim + values, width), (4 * width, width)
         shapes = [in_attention, (width, values), in_mlp, in_mlp] * depth
         self.bank = nn.ParameterList(table(*shape) for shape in shapes)
-        # It is the embedding, too (arXiv 1608.05859; @varunneal #175): worth 0.033 in a quarter of a run.
+        # The head is also the embedding (arXiv 1608.05859; @varunneal #175): worth 0.033 in a quarter run.
         self.head = table(config.padded_vocab, width)
         self.value_tables = nn.ParameterList(table(config.padded_vocab, values) for _ in valued)
         classes = torch.from_numpy(gpt2_classes()) if config.ngram_classes else None
@@ -491,9 +491,9 @@ class GPT(nn.Module):
         self.counts = retrieval.TextCounts(config.retrieval, capacity, device)
         self.copy_head = copying.CopyHead(
             config.copy_channels, config.width, config.attention_scale, self.dtype, device)
-        self.attention_scalars = scalars(depth, 2)                          # of Q, K and V, and of O
+        self.attention_scalars = scalars(depth, 2)                          # one for Q, K and V, one for O
         self.residual_scalars = scalars(depth, 2)                           # a and c of `mlp_input`
-        self.scalars = scalars(2)                                           # of smear and of backout
+        self.scalars = scalars(2)                                           # shares of smear and of backout
         self.smear_gate = scalars(config.gate_channels) if config.smear else None
         self.value_gates = scalars(len(valued), config.heads, config.gate_channels)
         if device.type != "meta":
@@ -510,7 +510,7 @@ class GPT(nn.Module):
         self.head.normal_(std=0.005, generator=generator)
         for value_table in self.value_tables:
             value_table.normal_(std=0.01, generator=generator)
-        growth = 1.1 ** 0.5         # of the stream, twice a layer; O starts with its inverse
+        growth = 1.1 ** 0.5         # factor of the stream, twice a layer; O's scalar starts at the inverse
         self.residual_scalars.fill_(growth)
         self.attention_scalars.copy_(torch.tensor([0.5, 1.0 / growth]))
         self.ngrams.initialise()
@@ -520,7 +520,7 @@ class GPT(nn.Module):
     def forward(self, batch: Batch, step: "Step", transit: Transit | None = None) -> tuple[Tensor, Tensor]:
         """The training loss and the next-token loss, summed over the batch's tokens, in nats (0-dim)."""
         ops, transit = self.ops, transit or Transit()
-        positions, scale = self.positions(batch, step)      # and attention's scale
+        positions, scale = self.positions(batch, step)      # `scale` is attention's.
         sequences = Sequences.of(batch.cu_seqlens, batch.max_length, len(batch.tokens))
         by_token = self.sort(batch.tokens)
         rows = self.ngrams.index(batch)
@@ -529,10 +529,10 @@ class GPT(nn.Module):
         x = ops.lookup(self.head, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
         in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
-        transit.reach("n-grams")    # Rows go ahead of the gathers that start here: layer 0 needs them first.
+        transit.reach("n-grams")    # The rows leave before these gathers start: layer 0 needs the rows first.
         scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
         context = Context(step, transit, sequences, positions, scale, by_token, in_flight, scalars, gates)
-        streams = [mlp.Residual(x, readers=self.readers[0])]    # streams[i] enters layer i, the last the head
+        streams = [mlp.Residual(x, readers=self.readers[0])]    # inputs of layers 0, 1, … and of the head
         for i, scales in enumerate(self.residual_scalars.unbind()):
             transit.reach(f"layer {i}", streams[i].newest)
             update = self.attend(i, streams[self.sources[i]], context)
@@ -568,7 +568,7 @@ class GPT(nn.Module):
     def attend(self, i: int, stream: mlp.Residual, context: Context) -> Tensor:
         """The update (n, width) of layer i's attention, which reads the norm of `stream`."""
         config, layer, transit = self.config, self.config.layers[i], context.transit
-        x = stream.normed(self.ops.norm_fork)       # It may exist only in FP8.
+        x = stream.normed(self.ops.norm_fork)       # x may exist only in FP8.
         scale_qkv, scale_out = context.attention_scalars[i].unbind()
         if i not in transit.fp8_weights:
             transit.fp8_weights[i] = self.make_fp8_weights(i, scale_qkv)
@@ -593,7 +593,7 @@ class GPT(nn.Module):
         return self.ops.feed_forward(x, *matrices, grads, transit.fp8_weights[i][1])
 
     def loss(self, x: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
-        """Both losses from what the head sees; with candidates, over a sample of the vocabulary."""
+        """Training and next-token loss from the head's input x; with candidates, over a sample of tokens."""
         ops, in_fp8 = self.ops, "head" in self.fp8
         mixture = self.copy_head.mixture(x, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
         mixture = self.counts.mixed(mixture, batch, context.positions.is_start)
@@ -626,20 +626,20 @@ class Group:
     name: str
     params: list[nn.Parameter]
     stops: list[str]                # where the forward pass first uses each parameter
-    lr: float                       # times `Step.lr`
-    betas: tuple[float, float]      # NorMuon takes its momentum from each step and uses only the second.
-    decay: float                    # times lr and `Step.lr` squared: how much of a weight an update removes
+    lr: float                       # learning rate, times `Step.lr`
+    betas: tuple[float, float]      # NorMuon uses only the second, since each step sets the momentum.
+    decay: float                    # An update removes this much of a weight, times lr and `Step.lr` squared.
     algorithm: type                 # Adam, NorMuon or RowAdam
     matrix_lr: list[float] = field(default_factory=list)    # NorMuon: multiplies the rate of each matrix
-    height: int = 0                 # NorMuon: rows of the blocks that it orthogonalises alone; 0: all rows
-    memory: float = 0.0             # time constant of the weights' average, in steps; 0: they have none
+    height: int = 0                 # NorMuon: rows of each block that is orthogonalised alone; 0: all rows
+    memory: float = 0.0             # time constant of the weights' average, in steps; 0: no average
     replicated: bool = False        # too small to share out: every rank makes the whole update
     shared: bool = False            # Adam: tokens of like spelling share updates.
 
     def rounds(self, ranks: int) -> list[tuple[list[nn.Parameter], str, int]]:
-        """What one collective takes at a time: parameters, the stop that uses them first, and their length.
+        """For each collective: its parameters, the stop that uses them first, and their padded length.
 
-        NorMuon shares out matrices, one a rank, the last perhaps padding; Adam shares out each parameter.
+        NorMuon gives each rank one whole matrix, or padding in the last round. Adam splits each parameter.
         """
         if self.algorithm is NorMuon:
             return [(self.params[i:i + ranks], self.stops[i], ranks)
@@ -700,11 +700,11 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
 
 class Shard:
-    """A group's flat buffers: `all_…` for the whole group, and `own_…` and optimizer state for a rank's part.
+    """A group's flat buffers: `all_…` hold the whole group, `own_…` and optimizer state a rank's part of it.
 
-    The model's parameters become views of the former, so that a collective takes a part of a buffer as it is.
-    On one rank both are the same tensors. Subclasses' `update` changes the own weights by their summed
-    gradient; `finite` and `lr`, which is `Step.lr`, are 0-dim.
+    The model's parameters become views of `all_weights`, so that collectives take slices of it, uncopied.
+    On one rank the `own_…` buffers are the `all_…` buffers. A subclass's `update` changes `own_weights` by
+    the summed gradients `own_grads`; its arguments `finite` and `lr`, which is `Step.lr`, are 0-dim.
     """
 
     def __init__(self, group: Group, config: Config, world: World, grads: Tensor | None = None):
@@ -712,10 +712,10 @@ class Shard:
         first = group.params[0]
         unit = first.shape if group.algorithm is NorMuon else torch.Size()      # a matrix, or a number
         form, rounds = dict(dtype=first.dtype, device=first.device), group.rounds(ranks)
-        zeros = world.collectives.zeros if ranks > 1 else torch.zeros       # Other ranks may read them.
+        zeros = world.collectives.zeros if ranks > 1 else torch.zeros       # Other ranks may read the buffer.
         self.all_weights = torch.zeros(sum(length for *_, length in rounds), *unit, **form)
         self.all_grads = zeros(*self.all_weights.shape, **form) if grads is None else grads
-        self.places, start = [], 0      # of each round: where it lies in whole buffers, and in this rank's
+        self.places, start = [], 0      # each round's slices of `all_…` and of `own_…`
         for params, _, length in rounds:
             for i, p in enumerate(params):
                 place = slice(start + i, start + i + (1 if unit else p.numel()))
@@ -759,13 +759,13 @@ class Adam(Shard):
 
 
 class NorMuon(Shard):
-    """NorMuon for matrices of one shape, of which every rank updates whole ones."""
+    """NorMuon for matrices of one shape. Every rank updates whole matrices."""
 
     def __init__(self, group: Group, config: Config, world: World, grads: Tensor | None = None):
         super().__init__(group, config, world, grads)
         ranks, (rows, columns) = world.size, group.params[0].shape
         height = group.height or rows
-        self.shape = torch.Size([-1, height, columns])      # of the matrices that are orthogonalised
+        self.shape = torch.Size([-1, height, columns])      # shape of orthogonalised matrices
         padding = [1.0] * (len(self.all_weights) - len(group.matrix_lr))
         rates = torch.tensor(group.matrix_lr + padding, device=self.all_weights.device)
         self.matrix_lr = rates.view(-1, ranks)[:, world.rank].repeat_interleave(rows // height).view(-1, 1, 1)
@@ -784,7 +784,7 @@ class NorMuon(Shard):
         rule = rule._replace(lr=rule.lr * self.matrix_lr)
         ops.neuron_update(updates.Master(weight, bits), direction, self.second.view(-1, self.shape[1], 1),
                           rule, self.group.betas[1], self.config.neuron_norm)
-        self.all_grads.zero_()      # Autograd, in a reference, only adds.
+        self.all_grads.zero_()      # Where a reference runs, autograd adds to the gradients.
 
 
 class RowAdam:
@@ -810,17 +810,17 @@ class RowAdam:
 class Optimizer:
     """NorMuon for the hidden matrices and Adam for the rest, fused and sharded over the ranks.
 
-    Every rank computes gradients of its micro-batches for all weights, but updates only its own part. (Small
-    groups are summed and updated whole on every rank. The n-gram table is never summed: a rank has columns.)
+    Every rank computes gradients of its micro-batches for all weights, but updates only its own part. (Every
+    rank sums and updates small groups whole. The n-gram table needs no sums: each rank owns columns of it.)
 
         gradients --reduce-scatter--> summed, own part --update--> weights, own part --all-gather--> weights
 
     A timetable (kernels/ranks/timetable.py, `--timetable`) says which collective starts and ends where:
 
-    1. In the forward pass of the first micro-batch `weights_needed` gathers what the step before updated.
-    2. In the backward pass of the last one `gradients_complete` starts the sums of complete gradients. Once
-       all of a group have started, its update waits for them on its own CUDA stream: no update fills a GPU.
-    3. `step` does so for what the end of the backward pass completes, and waits for all updates.
+    1. In the first micro-batch's forward pass `weights_needed` gathers weights that the last step updated.
+    2. In the last micro-batch's backward pass `gradients_complete` starts the sums of complete gradients. A
+       group's update waits for the group's sums on a CUDA stream of its own: one update alone fills no GPU.
+    3. `step` starts the sums and updates left after the backward pass, and waits for all updates.
 
     So a rank's weights are whole from the end of a forward pass, or from `gather`, until the next update.
     Updates ignore the gradients' scale, so the loss is summed over tokens and nothing is divided.
@@ -844,12 +844,12 @@ class Optimizer:
         self.loss_stream = side_stream("loss") if apart else None   # where the loss is summed and checked
         self.lr, *momentum = (torch.zeros((), device=world.device) for _ in range(3))
         self.rates = updates.Rates(*momentum, config.slow_beta)
-        self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # until a loss is not
+        self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # whether losses were finite
         self.traffic = [group.traffic(world.size) for group in groups]
-        # Of the timetable: gathers, sums and updates that have not started.
+        # These queues hold the gathers, sums and updates of the timetable that have not started.
         self.to_gather, self.to_sum, self.to_update = deque(), deque(), deque()
-        self.gathers: deque[tuple[Transfer, Work]] = deque()                # under way
-        self.sums: dict[str, list[Work]] = {}                               # under way, by what they sum
+        self.gathers: deque[tuple[Transfer, Work]] = deque()                # gathers under way
+        self.sums: dict[str, list[Work]] = {}                               # sums under way, by group
 
     def begin(self, step: "Step") -> None:
         """Take this step's timetable."""
@@ -859,7 +859,7 @@ class Optimizer:
         self.sums, self.updates = {}, table.updates
 
     def weights_needed(self, stop: str) -> None:
-        """The forward pass comes to `stop`: start the gathers that are due, wait for those that it needs."""
+        """The forward pass comes to `stop`: start the gathers that are due, wait for the weights it needs."""
         reached = self.stops[:self.stops.index(stop) + 1]
         for transfer in due(self.to_gather, reached):
             self.gathers.append((transfer, self.start_gather(transfer)))
@@ -880,7 +880,7 @@ class Optimizer:
 
     @torch.no_grad()
     def gradients_complete(self, stop: str) -> None:
-        """The backward pass has left `stop`: start the sums and updates that are due; at UPDATE, all left."""
+        """The backward pass has left `stop`: start the sums and updates due; at UPDATE, all the rest."""
         left = [*self.stops, UPDATE] if stop == UPDATE else self.stops[self.stops.index(stop):]
         for transfer in due(self.to_sum, left):
             if transfer.what == SMALL:
@@ -895,7 +895,7 @@ class Optimizer:
             summed = sums and self.world.size > 1
             if self.loss_stream and not summed:     # No group is updated before its step's loss was checked.
                 torch.cuda.current_stream().wait_stream(self.loss_stream)
-            # A group with a sum waits for that and the loss; one without also for the backward pass so far.
+            # An update waits for its sums and the loss. Without sums it waits for the backward pass, too.
             with beside(self.streams.get(update.group), self.loss_stream if summed else None):
                 for work in sums:
                     wait(work)
@@ -915,7 +915,7 @@ class Optimizer:
 
     @torch.no_grad()
     def check_ranks(self) -> None:
-        """RankError if a weight that the last step used differs between ranks, but for the n-gram table."""
+        """RankError if ranks differ in a weight that the last step used. The n-gram table is not compared."""
         self.world.check_equal({f"the weights of group {name!r}": shard.all_weights
                                 for name, shard in self.shards.items() if isinstance(shard, Shard)})
 
@@ -932,12 +932,12 @@ class Step(NamedTuple):
     sequence_length: int
     windows: tuple[int, int]        # short and long, in blocks
     multi_token: tuple[float, ...]  # the loss weights of the next 1, …, k tokens
-    samples: int                    # Softmax is over the targets and about so many others; 0: all.
+    samples: int                    # The softmax has the targets and about this many other tokens; 0: all.
     update_adam: bool
     adam_updated: bool              # The step before updated Adam's groups, or this is the first step.
     lr: float                       # multiplies every group's learning rate
     momentum: float
-    slow_share: float               # of the momentum's place
+    slow_share: float               # share of the slow average in the momentum
 
     @property
     def kind(self) -> tuple:
@@ -973,7 +973,7 @@ class Schedule:
         start, whole = c.slow_from
         slow = min(max((index / len(self) - start) / max(whole - start, 1e-9), 0.0), 1.0)
         windows, samples = stage.windows, stage.softmax_samples
-        if index >= c.steps:    # Extra steps have their own.
+        if index >= c.steps:    # Extra steps have windows and samples of their own.
             windows, samples = c.final_windows, c.extra_samples
         return Step(
             index, stage.batch_tokens, stage.sequence_length, windows, multi_token, samples,
@@ -982,7 +982,7 @@ class Schedule:
             slow_share=c.slow_share * slow)
 
     def validation(self, steps_done: int) -> Step:
-        """How to score after so many steps: with the windows of that time, and a longer one at the end."""
+        """The step to score with after `steps_done`: the last one, but at the end with a longer window."""
         last = self.at(max(steps_done - 1, 0))
         windows = (last.windows[0], self.config.val_window) if steps_done == len(self) else last.windows
         return last._replace(multi_token=(1.0,), windows=windows)
@@ -998,7 +998,7 @@ class Schedule:
 # ========== 6. Training ==============================================================================
 
 class Trainer:
-    """Model, optimizer and data; the one step function, of warm-up and run; and the one validation."""
+    """Model, optimizer and data, with the one step function, for warm-up and run, and the one validation."""
 
     def __init__(self, config: Config, world: World):
         check_machine(config, world.size, world.device)
@@ -1019,12 +1019,12 @@ class Trainer:
         self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Batch]]] = {}     # by kind of step
 
     def prepared(self, batch: Batch) -> Batch:
-        """The batch on the device, with its rows of n-grams. The loader calls this beside earlier steps."""
+        """The batch on the device, with its rows of n-grams. The loader calls this during earlier steps."""
         batch = to_device(batch, self.world.device)
         return batch if len(batch.rows) else batch._replace(rows=self.model.ngrams.find(batch))
 
     def step(self, step: Step, batches: list[Batch]) -> Tensor:
-        """Train on this rank's micro-batches; all ranks' mean next-token loss (0-dim), not waited for."""
+        """Train on this rank's `batches`; return all ranks' mean next-token loss (0-dim) without a wait."""
         # Steps of one kind differ in these numbers, which a captured step reads on the device.
         rates = self.optimizer.rates
         for number, value in ((self.optimizer.lr, step.lr), (rates.beta, step.momentum),
@@ -1042,7 +1042,7 @@ class Trainer:
         self.optimizer.averages.after(step.index)
         if self.config.check_ranks and (step.index + 1) % self.config.check_ranks == 0:
             self.optimizer.check_ranks()
-        return self.loss.clone()                    # A replay writes where the last one did.
+        return self.loss.clone()                    # The next replay writes over `self.loss`.
 
     def program(self, step: Step, batches: list[Batch]) -> None:
         """What a step does on the device: the same for all steps of its kind, without a wait for the host."""
@@ -1063,9 +1063,9 @@ class Trainer:
         self.model.counts.learn(batches, self.world.collectives.all_gathered)
 
     def capture(self, step: Step, batches: list[Batch]) -> None:
-        """Record what a step of this kind does as a CUDA graph, from now on replayed by one launch."""
+        """Record what a step of this kind does as a CUDA graph, which later steps replay by one launch."""
         inputs = [to_device(batch, self.world.device, copy=True) for batch in batches]
-        # Graphs never run at once, so they share memory: as much as an eager step took at most.
+        # Graphs never run at the same time, so they share one pool, as large as the peak of an eager step.
         pool = next(iter(self.graphs.values()))[0].pool() if self.graphs else None
         with recorded(pool) as graph:
             self.program(step, inputs)
@@ -1096,12 +1096,12 @@ class Trainer:
         acts = [self.step]
         if self.config.capture:
             torch.cuda.reset_peak_memory_stats()
-            acts.append(self.capture)       # Last: an eager step cannot use the graphs' memory.
+            acts.append(self.capture)       # Captures come last: an eager step cannot use the graphs' memory.
         for act in acts:
             for step, batches in zip(kinds, rehearsal.prefetch(range(len(kinds)), self.prepared)):
                 act(step, batches)
         updates.restore(self.optimizer.state(), before)
-        del before                                  # Validation takes its memory.
+        del before                                  # Validation needs the memory of the copies.
         self.model.counts.forget()
         batch = to_device(self.validation.batches[0], self.world.device)
         with canonical.without_waiting():
@@ -1134,7 +1134,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
                 done = step.index + 1
                 if done in points:
                     trainer.optimizer.gather()      # on the clock, for it belongs to the step
-                    trainer.model.counts.sort()     # on the clock, for no score can do without it
+                    trainer.model.counts.sort()     # on the clock, for every score needs sorted counts
                     with clock.paused():
                         report.validation(done, trainer.validate(schedule.validation(done)))
                 keeper.after(done)
@@ -1149,7 +1149,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
 
 
 def run(config: Config, world: World, started: float) -> Report:
-    """One training run. It, or its process, `started` then (seconds since the epoch)."""
+    """One training run. `started`: when the run, or for the first one the process, began (epoch seconds)."""
     resumed = find(config)
     trainer = Trainer(config, world)
     facts, name = explain.run_facts(trainer, resumed), config.name or config.preset
@@ -1170,7 +1170,7 @@ def run(config: Config, world: World, started: float) -> Report:
         if config.save:
             report.lines += save_model(trainer.model, report, log)
     finally:
-        report.say()        # behind the model, which is not lost if nothing can be printed
+        report.say()        # after the model is saved, so that a print that fails loses no model
     return report
 
 
