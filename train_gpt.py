@@ -196,7 +196,7 @@ class Config:
     late_input: bool = True
 
     # ---- Schedule. Batches grow (@varunneal #163), and so do windows (@hi_tysam). Early losses count the two
-    # tokens after the next, too (Gloeckle et al., arXiv 2404.19737; @varunneal #178), worth A: 0.010, 1.6 s.
+    # tokens after the next, too (Gloeckle et al., arXiv 2404.19737; @varunneal #178). A: 0.010, 1.6 s.
     stages: tuple[Stage, ...] = SPEEDRUN_STAGES
     steps: Steps = 1270             # steps of all stages together
     extra_steps: Steps = 15         # steps after the stages, at the last stage's final values
