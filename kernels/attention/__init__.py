@@ -5,11 +5,11 @@
    residual x, and at the end it brings attention's result y back to the residual's width (the matrix O).
 3. `qkv.py`: from the matmul to attention. Each query and key is normed (QK-norm), so that scores cannot
    explode, and half of its channels are rotated by the token's position (`rotary.py`), so that scores depend
-   on distances; the other half has no position. In layers with a long window that other half of a key comes
+   on distances; the other half has no position. In layers with a long window a key takes that other half
    from the token before it (the key offset). A query can then find tokens by what preceded them and read what
    followed last time: induction, which otherwise takes two layers, in one.
    Values get two additions. Some layers have a table of value embeddings, one row a token, which brings the
-   token's identity straight into attention; a gate of a few channels says how much of it each head takes
+   token's identity straight into attention; a gate says how much of that row each head takes
    (`value_gate.py`). And the first heads of every layer add a row for the last two, three, ... tokens
    (n-grams, `kernels/ngrams`). `qkv_kernels.py` has the Triton kernels.
 4. `fp8_qkv.py`: 2 and 3 as one function, with the matmul and both of its gradients in FP8.

@@ -1,9 +1,9 @@
 """softmax(scale · q kᵀ) v, causal, over a sliding window within each document, for normed queries and keys.
 
-Queries have the norm √channels, and so have keys, or at most √2 times that where half of a key is the token
-before's (the key offset). So no score is above √2 bound, with bound = scale · channels. Sums of e^(s − bound)
-then need no maximum of the scores. Tiles of keys only add up, and nothing is rescaled when a larger score
-comes:
+Each query has the norm √channels, and so has each key, unless half of the key comes from the token before
+(the key offset): then the key's norm is at most √2 times that. So no score is above √2 bound, with bound =
+scale · channels, and sums of e^(s − bound) need no maximum of the scores. Tiles of keys only add up, and
+nothing is rescaled when a larger score comes:
 
     out_t = Σ_j e^(s_tj − bound) v_j / Σ_j e^(s_tj − bound)
 
@@ -34,20 +34,20 @@ from kernels.backend import check, tiled, triton
 from kernels.example import Example, both_ways
 from kernels.sequence import Sequences
 
-# (queries, keys, warps, stages) of the tiles of each kernel: forward, of the queries' gradient, of the keys'.
-# A program keeps one tile and goes through others. The kept one has a multiple of their tokens, so that what
-# needs no mask begins and ends between tiles. The first of these is used.
+# (queries, keys, warps, stages) of each kernel: forward, the queries' gradient, the keys' gradient. A program
+# keeps one tile and loops over others. The kept tile has a multiple of the others' tokens, so that the range
+# without a mask begins and ends between tiles. The first configuration is used.
 CONFIGS = [((64, 32, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
            ((64, 64, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2)),
            ((128, 32, 8, 3), (128, 64, 8, 2), (32, 64, 4, 2))]
 CHANNELS = 16, 32, 64, 128
-# The most that scale · channels may be. YaRN may add a fifth to the scale, and float32 holds little less than
-# e^(-2.4 · 1.2 · 30).
+# The largest scale · channels. The smallest term is e^(-2.4 · bound), YaRN may add a fifth to the scale, and
+# float32 holds little less than e^(-2.4 · 1.2 · 30).
 LARGEST = 30.0
 
 
 def by_head(tokens: int, *inputs: Tensor) -> list:
-    """Descriptors of (n, heads, channels) each, by tiles of so many tokens of one head."""
+    """Descriptors of inputs (n, heads, channels), in tiles of `tokens` tokens of one head."""
     return [tiled(x.flatten(1), tokens, x.shape[2]) for x in inputs]
 
 
@@ -90,7 +90,7 @@ def bounded_attention(
     k: Tensor,  # like q
     v: Tensor,  # (n, heads, head_dim), contiguous, of q's dtype
     sequences: Sequences,
-    window: int,  # A token sees itself and so many tokens before it.
+    window: int,  # A token sees itself and `window` tokens before it.
     scale: float,  # of the scores
     tuned: tuple = CONFIGS[0],
 ) -> Tensor:

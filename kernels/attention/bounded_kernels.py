@@ -1,22 +1,22 @@
-"""The Triton kernels of `bounded_attention`: forward, the queries' gradient, that of keys and values.
+"""The Triton kernels of `bounded_attention`: forward, the queries' gradient, the keys' and values' gradients.
 
-Each program keeps a tile of tokens of one head: of queries in the first two kernels, of keys in the third. It
-goes through the tiles of the others. Only the first and the last of them can hold pairs that do not see each
-other, so only there a mask is applied. Scores are in units of log 2: e^s = 2^(rate · q k). The products of a
-tile stay in registers from one matmul to the next: the gradients of keys and values come from the scores'
-transpose.
+Each program keeps a tile of one head. The first two kernels keep a tile of queries and loop over tiles of
+keys; the third keeps a tile of keys and loops over tiles of queries. Only tiles at the two ends of this loop
+can hold pairs that do not see each other, so the kernels apply a mask only there. Scores are in units of
+log 2: e^s = 2^(rate · q k). A tile of scores stays in registers from one matmul to the next; for this the
+third kernel computes the scores' transpose.
 
-A program of the records has some ten tiles to go through, so its start counts. Its own tile is loaded without
-a descriptor, because outside of loops a load by a descriptor waits for the one before. There is one loop,
-because each has a start. With three loops, masks in the first and the last, and all tiles by descriptors the
-kernels took 4% longer.
+In the records a program loops over some ten tiles, so its start counts. Its own tile is loaded without a
+descriptor, because outside of loops a load by a descriptor waits for the load before it. Each loop has a
+start too, so there is only one. With three loops, of which the first and the last applied masks, and with all
+tiles loaded by descriptors, the kernels took 4% longer.
 """
 from kernels.backend import tl, triton
 
 
 @triton.jit
 def dot(a, b, total=None):
-    """a b, added to `total`, in float32 and not TF32 if that is what they are."""
+    """a b, added to `total`; if a and b are float32, in float32 and not in TF32."""
     return tl.dot(a, b, total, input_precision="ieee")
 
 
@@ -28,7 +28,7 @@ def load_tile(desc, start, head):
 
 @triton.jit
 def load_rows(ptr, row, n, head, HEADS: tl.constexpr, CHANNELS: tl.constexpr):
-    """The same from a pointer, for tiles that are loaded outside of loops."""
+    """As `load_tile`, but from a pointer, for tiles that are loaded outside of loops."""
     at = row.to(tl.int64)[:, None] * (HEADS * CHANNELS) + head * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     return tl.load(ptr + at, mask=row[:, None] < n, other=0.0)
 
@@ -40,7 +40,8 @@ def store_tile(desc, start, head, tile):
 
 @triton.jit
 def keys_of(first_ptr, begin, row, n, window, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The first key of each row; where keys begin; from where on all rows see all keys before `begin`."""
+    """The first key that each row sees; the first key of the loop; the key from which on all rows see all
+    keys before `begin`."""
     low = tl.maximum(tl.load(first_ptr + row, mask=row < n, other=0), row - window)
     last = tl.minimum(begin + ROWS, n) - 1
     start = tl.maximum(tl.load(first_ptr + begin), begin - window) // COLUMNS * COLUMNS
@@ -50,16 +51,16 @@ def keys_of(first_ptr, begin, row, n, window, ROWS: tl.constexpr, COLUMNS: tl.co
 
 @triton.jit
 def own_tile(HEADS: tl.constexpr, TOKENS: tl.constexpr):
-    """The head of this program, where its tile of so many tokens begins, and these tokens."""
+    """This program's head, the first token of its tile, and all tokens of the tile."""
     begin = tl.program_id(0) // HEADS * TOKENS
     return tl.program_id(0) % HEADS, begin, begin + tl.arange(0, TOKENS)
 
 
 @triton.jit
 def powers(a, b, rate, shift, start, low, high, begin, end):
-    """2^(rate · a bᵀ − shift), but 0 where a column's token is not one of those from low to high of its row.
+    """2^(rate · a bᵀ − shift), but 0 where a column's token is below its row's `low` or above its `high`.
 
-    Columns are the tokens from `start` on. Those from `begin` to `end` are seen by all rows.
+    Columns are the tokens from `start` on. All rows see the tokens from `begin` to `end`.
     """
     p = tl.exp2(dot(a, tl.trans(b)) * rate - shift)
     if (start < begin) | (start >= end):
@@ -92,7 +93,7 @@ def attention_kernel(q_ptr, k_desc, v_desc, out_desc, first_ptr, sums_ptr, n, pl
 @triton.jit
 def attention_query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_desc, first_ptr, sums_ptr,
                            products_ptr, n, places, window, rate, scale, HEADS: tl.constexpr):
-    """Also leaves each row's product of the output and its gradient, which the keys' kernel reads."""
+    """Also stores each row's output · gradient of the output, which `attention_key_kernel` reads."""
     ROWS: tl.constexpr = q_grad_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     QK_DIM: tl.constexpr = k_desc.block_shape[1]
@@ -129,7 +130,7 @@ def attention_key_kernel(q_desc, k_ptr, v_ptr, out_grad_desc, k_grad_desc, v_gra
     last = tl.minimum(begin + COLUMNS, n) - 1
     stop = tl.minimum(tl.load(end_ptr + last), last + window + 1)
     soonest = tl.minimum(tl.load(end_ptr + begin), begin + window + 1)
-    # Up to here all rows behind the keys' own see all keys.
+    # Up to this row, all rows behind this tile's own tokens see all of its keys.
     whole = soonest // ROWS * ROWS
     k_grad = tl.zeros((COLUMNS, QK_DIM), tl.float32)
     v_grad = tl.zeros((COLUMNS, HEAD_DIM), tl.float32)

@@ -1,4 +1,4 @@
-"""Inputs for the examples of `qkv.py` and `fp8_qkv.py`, which start behind and before the matmul."""
+"""Inputs for the examples of `qkv.py` and `fp8_qkv.py`, which start after and before the matmul."""
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class HeadInputs:
 
     @property
     def from_x_size(self) -> str:
-        """Of the matmul."""
+        """The size of the matmul, in words."""
         size = f"{self.tokens} × {self.width} × {self.columns}" + ", value rows" * self.value
         return size + f", n-grams in {self.ngrams}" * (self.ngrams > 0)
 
@@ -77,7 +77,7 @@ class HeadInputs:
         return rows, torch.rand(1, self.ngrams, device=self.device) + 0.5
 
     def gradients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of q, k and v; in small sizes q's is not contiguous."""
+        """The gradients of q, k and v; in small sizes the gradient of q is not contiguous."""
         n, heads = self.tokens, self.heads
         q_grad = self.random(self.qk_dim, heads, n).permute(2, 1, 0)
         q_grad = q_grad.contiguous() if n > 1024 else q_grad
@@ -99,7 +99,7 @@ class HeadInputs:
 
 
 def sharing(function: Callable, share: Callable) -> Callable:
-    """`function`, with its n-gram values made by `share` of the rows and scales that stand in their place."""
+    """`function` for inputs with n-gram rows and scales, from which `share` makes the n-gram values."""
     def run(*inputs: Any, **tuned: Any) -> tuple[Tensor, ...]:
         *others, ngrams, shape = inputs
         return function(*others, None if ngrams is None else share(*ngrams)[0], shape, **tuned)
@@ -134,7 +134,7 @@ def both_ways(function: Callable) -> Callable:
 
 
 def real_sizes(device: torch.device, dtype: torch.dtype) -> Iterator[HeadInputs]:
-    """Those of training's micro-batches, with queries and keys as wide as values, and half as wide."""
+    """The sizes of training's micro-batches, with queries and keys as wide as values, and half as wide."""
     for qk_dim, tokens in ((128, 16384), (128, 49152), (64, 49152)):
         for key_offset, value in ((False, False), (True, False), (False, True)):
             yield HeadInputs(tokens, 6, qk_dim, 128, device, dtype, key_offset, value)

@@ -4,10 +4,10 @@ Each takes
 
     q, k (n, heads, qk_dim), v (n, heads, head_dim)     all documents one after another, bf16 on GPUs
     sequences                                           where each document starts and ends
-    window                                              A token sees itself and so many tokens before it.
+    window                                              A token sees itself and `window` tokens before it.
     scale                                               of the scores
 
-and returns (n, heads, head_dim). `bounded` wants queries and keys of a norm that is known, contiguous.
+and returns (n, heads, head_dim). `bounded` needs contiguous queries and keys whose norm is known.
 `attention_reference` is the plain PyTorch form.
 
 Forward / backward in µs, 6 heads of 64 channels (values: 128), bf16, sequences of up to 2,048 tokens as in
@@ -15,7 +15,7 @@ the records (torch 2.11, flash-attn-4 4.0.0b36 on an H200; bounded on an H100):
     32,768 tokens, window  128:  flash4  95 /   –     bounded  63 /   194
     98,304 tokens, window  640:  flash4 408 / 1,058   bounded 253 /   842
     98,304 tokens, window 1408:  flash4 468 / 1,219   bounded 328 / 1,070
-181 µs of flash4's backward pass are before and after its main kernel, measured for 98,304 tokens in a step.
+Kernels before and after its main one take 181 µs of flash4's backward pass (98,304 tokens, in a step).
 varlen took 1.8 to 1.9 times as long as flash4 (6 heads of 128, 49,152 tokens, window 1,408).
 FlashAttention: arXiv 2205.14135; version 4, github.com/Dao-AILab/flash-attention.
 """
@@ -36,9 +36,9 @@ from kernels.sequence import Sequences
 def fit_tiles(interface: ModuleType) -> None:
     """Make FlashAttention-4 choose Hopper's tiles by the wider of q's and v's heads.
 
-    Version 4.0.0b36 chooses by q's alone. For queries of 64 channels and values of 128 its choice takes 240
-    KB of shared memory in the backward pass, where 227 exist, and spills registers in both passes; by the
-    wider one nothing spills (compiled for sm_90a).
+    Version 4.0.0b36 chooses by q's heads alone. For queries of 64 channels and values of 128 its tiles take
+    240 KB of shared memory in the backward pass, where 227 exist, and spill registers in both passes. Tiles
+    chosen by the wider heads spill nothing (compiled for sm_90a).
     """
     for name in ("_tile_size_fwd_sm90", "_tile_size_bwd_sm90"):
         choose = getattr(interface, name, None)
@@ -54,7 +54,7 @@ def by_the_wider(choose: Callable) -> Callable:
 
 
 def import_flash4() -> None:
-    """ImportError where it is missing. By the variable it keeps compiled kernels for the next start."""
+    """ImportError without FlashAttention-4. The variable lets it keep compiled kernels for the next start."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     import flash_attn.cute  # noqa: F401
 
@@ -126,7 +126,8 @@ def why_not(name: str, device: torch.device, dims: tuple[int, int] = (64, 128), 
 def choose_attention(wanted: str, device: torch.device, *shape) -> tuple[str, str]:
     """The backend to use on `device`, and why it is not the fastest one (empty if it is).
 
-    `wanted`: a name from `ATTENTION`, or "auto"; `shape`: as of `why_not`. "bounded" was timed on Hopper.
+    `wanted`: a name from `ATTENTION`, or "auto"; `shape`: the last arguments of `why_not`. "auto" takes
+    "bounded" only on Hopper, where it was timed.
     """
     if wanted != "auto":
         return wanted, "as asked"

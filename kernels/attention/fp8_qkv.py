@@ -5,11 +5,11 @@ dtype: Q, K, V are bf16, and their gradient is FP8. The heads' backward kernel w
 together with its transpose, so that no further pass over it quantises it for the matmuls that make the
 gradients of X and of W.
 
-- Of X only the transpose in FP8 is kept for the backward pass, half the bytes of bf16.
+- For the backward pass only X's transpose in FP8 is kept, which has half the bytes of X in bf16.
 - No scale needs state or a pass over activations. X's rows are normed, the largest row norm of W bounds W's
   elements, and the gradient's scale is a constant, because e5m2 has 30 binades.
-- The learned scale s multiplies the result of the matmul, not W: W is quantised once a step, for all its
-  micro-batches.
+- The learned scale s multiplies the result of the matmul, not W. So W is quantised once, for all
+  micro-batches of a step.
 - The transposes are `paired`, an order of tokens that is cheap to write. A sum over tokens may take any
   order.
 
@@ -37,9 +37,9 @@ from kernels.fp8.scales import qkv_scales
 from kernels.fp8.weights import FP8Weight, fp8_weights
 from kernels.ngrams.shared_gradient import NGramValues, leave_gradient, share_values, share_values_reference
 
-# The scale of the gradient of Q, K and V, for a loss summed over tokens: beyond 2^9.8 it saturates, below
-# 2^-20 it loses precision. In 120 steps of preset "cpu", in float32, its largest element rose from 2^-7 to
-# 2^4, and nine elements in ten were larger than 2^-20 in every layer's Q, K and V.
+# The scale of the gradient of Q, K and V, for a loss summed over tokens. Elements beyond 2^9.8 saturate, and
+# those below 2^-20 lose precision. In 120 steps of preset "cpu", in float32, the gradient's largest element
+# rose from 2^-7 to 2^4, and nine elements in ten were larger than 2^-20 in every layer's Q, K and V.
 QKV_GRADIENT_SCALE = 2.0 ** -6
 
 
@@ -50,7 +50,7 @@ def qkv_weight(weight: FP8Weight, learned: Tensor, width: int) -> QKVWeight:
 
 
 class FP8Heads(torch.autograd.Function):
-    """Autograd sees only tensors that are arguments themselves: hence those of the NamedTuples once more."""
+    """Autograd sees only tensors that are arguments themselves, so those in NamedTuples come twice."""
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, scale: Tensor, value_rows: Tensor | None, gate: Tensor | None,
@@ -80,11 +80,11 @@ class FP8Heads(torch.autograd.Function):
         grad8, rows_grad, mix_grad, grad8_transposed = heads_backward(
             grads, qkv, positions, value_rows, mix, ctx.shape, grad_scale)
         x_grad = fp8_matmul(grad8, weight8_transposed.T, grad_scale, learned_scale, fast=False).type_as(qkv)
-        if seen is not None:  # its gradient is added to x's, which was just made and which nobody else holds
+        if seen is not None:  # add seen's gradient to x's, which was just made and which nobody else holds
             channels_grad = x_grad[:, :seen.size(1)]
             _, gate_grad = value_mix_backward(mix_grad, mix, seen, value_rows, gate, rows_grad, channels_grad)
         scaled_grad = fp8_matmul(grad8_transposed, x8_transposed.T, grad_scale, x_scale, fast=False)
-        # Q and K are normed, so that they do not depend on the scale: its gradient comes from V's rows alone.
+        # Q and K are normed, so only V depends on the scale: the scale's gradient comes from V's rows alone.
         first_value_row = len(weight) - v_grad.size(1) * v_grad.size(2)
         of_weight = weight_gradients(ctx.grad, scaled_grad, weight, scale, first_value_row)
         return x_grad, *of_weight, rows_grad, gate_grad, None, None, None, None, None, None

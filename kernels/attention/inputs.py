@@ -22,7 +22,7 @@ class Positions(NamedTuple):
 
 
 class ValueRows(NamedTuple):
-    """What a value embedding adds to the values: mix · rows, the mix of each token and head from a gate."""
+    """What a value embedding adds to the values: mix · rows. A gate makes the mix of each token and head."""
     rows: Tensor  # (n, heads head_dim), of the dtype of q, k and v: each token's row of the embedding's table
     gate: Tensor  # (heads, 2 channels) float32: it sees x's first channels, and as many of the row's
 

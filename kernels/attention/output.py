@@ -1,10 +1,10 @@
 """y = x (s W)ᵀ with a learned scale s of the weight; and a copy of x's first channels, which gates look at.
 
-A layer has two such matmuls, Q, K, V before attention and O behind it. What is saved against autograd's form:
+A layer has two such matmuls, Q, K, V before attention and O after it. Compared with plain autograd:
 
-- The copied channels' gradient is added in place to x's gradient, which is safe because it was just computed
-  here and nobody else holds it. As a view of x the channels would get from autograd a gradient as wide as x
-  that is almost all zeros: 75 MB for 49,152 tokens of 768 channels in bf16.
+- The copied channels' gradient is added in place to x's gradient, which is safe because x's gradient was just
+  computed here and nobody else holds it. If the channels were a view of x, autograd would give them a
+  gradient as wide as x that is almost all zeros: 75 MB for 49,152 tokens of 768 channels in bf16.
 - One kernel reads P, the gradient of s W, and both writes s P into the weight's gradient (or adds it there,
   see `kernels/gradients.py`) and sums W · P, which is the gradient of s. Autograd launches ten kernels.
 - s W is rounded once. PyTorch would first round s itself to bf16.
@@ -98,8 +98,8 @@ def add_scaled(
 def weight_gradients(
     grad: Gradient | None, scaled_grad: Tensor, weight: Tensor, scale: Tensor, first: int = 0
 ) -> tuple[Tensor | None, Tensor]:
-    """What a backward pass returns for weight and for scale; for the weight that is None where `grad` takes
-    its gradient.
+    """The gradients of weight and scale, as a backward pass returns them: None for a weight whose gradient
+    goes where `grad` says.
 
     `scaled_grad`: the gradient of scale · weight. The scale's gradient sums from row `first` on. On a CPU
     this is plain PyTorch.
@@ -149,7 +149,7 @@ def scaled_linear(
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
-    """s W, and its gradient written over a buffer. The scale's gradient is left out: in it much cancels."""
+    """s W, and its gradient written over a buffer. The gradient of s is left out: much of it cancels."""
     scale = torch.tensor(0.7, device=device)
 
     def random(rows: int, columns: int) -> Tensor:

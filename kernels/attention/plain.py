@@ -11,7 +11,7 @@ def attention_reference(
 ) -> Tensor:
     """Blocks of queries against the keys in their reach: memory grows with the window, not with n².
 
-    On one core blocks of 128 take 9 to 43% less time than of 512, both ways. A GPU wants few launches.
+    On one core blocks of 128 take 9 to 43% less time than blocks of 512, both ways. A GPU wants few launches.
     """
     n, block = len(q), 512 if q.is_cuda else 128
     position = torch.arange(n, device=q.device)

@@ -1,10 +1,10 @@
 """The Triton kernels between the Q, K, V matmul and attention; `qkv.py` has their mathematics.
 
 Each is one pass. Forward reads Q, K, V and writes q, k, v: 453 MB for 49,152 tokens of 6 heads of 128
-channels in bf16. Backward reads Q, K and the gradients of q, k, v and writes that of Q, K, V as the next
-matmul wants it, in one piece: 604 MB. At the bandwidth of one H200 that takes 108 and 145 µs, and together
-they run in 256. Value rows add 75 and 151 MB. Each head with n-gram rows adds 13 MB forward and nothing
-backward.
+channels in bf16. Backward reads Q, K and the gradients of q, k, v and writes the gradient of Q, K, V in one
+piece, as the next matmul wants it: 604 MB. At the bandwidth of one H200 these bytes take 108 and 145 µs; the
+two kernels together take 256. Value rows add 75 and 151 MB. Each head with n-gram rows adds 13 MB forward and
+nothing backward.
 
 A program takes one head of a few tokens, with its Q, K and V. Norms are computed again in the backward pass
 instead of being kept. Nothing is rounded between norm and rotation, nor between the terms of v, where the
@@ -26,10 +26,10 @@ from kernels.ngrams.shared_gradient import NGramValues, kernel_arguments
 # (tokens a program, warps), the first is used. With 8 tokens of 128 channels in 4 warps a thread has 16 bytes
 # of each row.
 CONFIGS = [(8, 4), (4, 2), (2, 1), (8, 2), (16, 8), (16, 4), (32, 8)]
-# The same for the backward kernel in FP8: multiples of 16 tokens, of which 32 fill a sector of a transposed
-# row. The first is used, or the second where queries and keys are narrower than values. Registers a thread
-# for values of 128 channels, with queries and keys of 128 / of 64 channels (Triton 3.6, sm_90): 120 / 77, 233
-# / 125, 124 / 78, 93 / 67, 234 / 123.
+# (tokens a program, warps) of the backward kernel in FP8. Tokens are a multiple of 16; 32 fill a sector of a
+# transposed row. The first is used, or the second where queries and keys are narrower than values. Registers
+# a thread for values of 128 channels, with queries and keys of 128 / of 64 channels (Triton 3.6, sm_90):
+# 120 / 77, 233 / 125, 124 / 78, 93 / 67, 234 / 123.
 FP8_CONFIGS = [(32, 8), (32, 4), (64, 16), (16, 4), (64, 8)]
 
 
@@ -220,7 +220,7 @@ def heads_backward(
     scale: Tensor | None = None,  # one float32: the gradient of qkv is then written in FP8, over this scale
     tuned: tuple[int, int] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of qkv, value_rows and mix; and None, or with a scale the transpose of the first.
+    """The gradients of qkv, value_rows and mix; and the transpose of qkv's gradient, None without a scale.
 
     In FP8 the gradient is float8_e5m2, saturated, and its transpose is in the order of
     `kernels.fp8.formats.paired`.

@@ -1,10 +1,10 @@
 """mix = 2σ(gate · [seen, first channels of the value row]): how much of a token's value row each head takes.
 
 `seen` are the first channels of the token's vector x, so that the gate knows the context as well as the
-token. With 6 + 6 channels and 6 heads this is tiny arithmetic, and what it saves is launches and padding. One
+token. With 6 + 6 channels and 6 heads the arithmetic is tiny; the kernels save launches and padding. One
 launch each way replaces a concatenation, two thin matmuls and what surrounds them. The backward pass adds the
-gradients of the few channels in place, where the gradients of the whole rows already stand; autograd would
-pad each with zeros to a whole row, 75 MB a layer for 49,152 tokens in bf16, and add those. The gate's
+gradients of the few channels in place to the gradients of the whole rows. Autograd would pad the gradient of
+the channels with zeros to whole rows, 75 MB a layer for 49,152 tokens in bf16, and add these. The gate's
 gradient is summed by blocks of tokens in a fixed order, so repeated runs are equal bit for bit.
 
 Value embeddings: arXiv 2410.17897 (value residuals, @Grad62304977 in the modded-nanogpt speedrun), and as
@@ -106,7 +106,7 @@ def constants(seen: Tensor, rows: Tensor, gate: Tensor) -> dict[str, int]:
 
 def value_mix(
     seen: Tensor,  # (n, channels), rows contiguous: what the gate sees of x
-    rows: Tensor,  # (n, width), rows contiguous: the value rows, of which it sees as many channels
+    rows: Tensor,  # (n, width), rows contiguous: the value rows, of which the gate sees as many channels
     gate: Tensor,  # (heads, 2 channels) float32, contiguous
     factor: float = 1.0,  # multiplies `seen`, which may be FP8
     kept: Tensor | None = None,  # (n, channels), contiguous: receives factor · seen, for the backward pass
@@ -129,7 +129,7 @@ def value_mix_backward(
     rows: Tensor,
     gate: Tensor,
     rows_grad: Tensor,  # (n, width), rows contiguous: the gradient of rows is added to it in place
-    seen_grad: Tensor | None = None,  # (n, channels), rows contiguous: seen's is added to it in place
+    seen_grad: Tensor | None = None,  # (n, channels), rows contiguous: the gradient is added to it in place
 ) -> tuple[Tensor, Tensor]:
     """The gradients of seen (`seen_grad`, if given) and of gate. The gradient of rows is in `rows_grad`."""
     compiled_for, n = constants(seen, rows, gate), len(seen)

@@ -2,9 +2,9 @@
 
 In reading order:
 
-- `rows.py`: `lookup`, rows of a table by their numbers, and the order of these numbers for its gradient.
-- `row_sums.py`: that gradient. It sums what belongs to one row and adds it to only the rows that were read.
-- `smearing.py`: `smear`, which gives each token's embedding a gated share of the one before it.
+- `rows.py`: `lookup`, rows of a table by their numbers, and the sorted numbers, which its gradient needs.
+- `row_sums.py`: the gradient of a look-up. It sums over equal rows and adds to only the rows that were read.
+- `smearing.py`: `smear`, which gives each token's embedding a gated share of the previous token's embedding.
 
 The token embedding, the head's rows of a sampled softmax, the value embeddings and the n-gram table
 (`kernels/ngrams`) are all read by `lookup`.

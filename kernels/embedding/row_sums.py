@@ -1,13 +1,13 @@
-"""out[r] += Σ grad[positions[i]] over all i with rows[i] = r: the gradient of a look-up, in those rows alone.
+"""out[r] += Σ grad[positions[i]] over all i with rows[i] = r: the gradient of a look-up, added in place.
 
-The positions come sorted by row, so equal rows are neighbours, a run. Each run is summed in float32 and added
-to its row in one piece, in a fixed order: repeated runs of a program are equal bit for bit, which atomics are
-not.
+The positions come sorted by row, so equal rows are neighbours and form a run. Each run is summed in float32
+in a fixed order and added to its row in one piece. So a program repeats bit for bit, as it would not with
+atomics.
 
 There are two launches. The first cuts the sorted positions into blocks and sums all runs of a block at once,
-as one matmul: the matrix of which positions share a row, times the block's gradients. A run that lies within
-one block is then done. A run that crosses blocks leaves a sum in each of them, and the second launch adds
-these up:
+as one matmul: a matrix that is 1 where two positions share a row, times the block's gradients. A run that
+lies within one block is then done. A run that crosses blocks leaves a sum in each of them, and the second
+launch adds these up:
 
     sorted rows    2 2 5 5 | 5 5 5 5 | 5 7 7 9     in three blocks
     row 5          tail: 2 | head: 4 | head: 1     the tail's block adds 2 + 4 + 1 to row 5
@@ -24,8 +24,8 @@ November 2026, both launches without the sort, 196,608 positions of real text in
     128 at a time, loads 1 ahead    239.3   –
     128 at a time, none ahead       253.4   –
 
-Rows of up to 128 columns have one program for each 64, as before: 786,432 positions of 16 M rows of 64
-columns take 118.6 µs so and 152.2 in a loop, of 8 M rows of 128 columns 218.0 and 224.6.
+Rows of up to 128 columns have one program for each 64 columns: 786,432 positions of 16 M rows of 64 columns
+then take 118.6 µs, and in a loop 152.2; of 8 M rows of 128 columns 218.0, and in a loop 224.6.
 
 With a program for each 64 columns, 49,152 positions of 50,304 × 768 as frequent as words are took 125 µs with
 the sort, and PyTorch's compiled dense gradient 203 µs. A first kernel in which one program walked each run
@@ -41,9 +41,9 @@ from kernels.backend import check, tl, triton
 from kernels.example import Example
 
 # (positions a block, columns at a time, blocks that the second launch reads at a time, warps, stages). With
-# one stage a program has so many columns and no more. Of the wide forms, and of the narrow ones, the first is
-# used: it fits whole lines of 128 bytes. In bf16 the wide one takes 176 registers a thread on sm_90, so that
-# two programs share a multiprocessor, and the narrow one 120, so that four do.
+# one stage a program does not loop: it has these columns alone. The first wide form and the first narrow form
+# are used: their columns fill whole lines of 128 bytes. In bf16 the wide form takes 176 registers a thread on
+# sm_90, so that two programs share a multiprocessor, and the narrow form 120, so that four do.
 WIDE = [(64, 64, 32, 4, 3), (64, 128, 32, 4, 3), (64, 128, 32, 4, 2), (32, 64, 32, 4, 3), (64, 64, 32, 4, 2)]
 NARROW = [(64, 64, 32, 4, 1), (64, 32, 32, 4, 1), (32, 128, 32, 4, 1)]
 CONFIGS, MOST_NARROW = WIDE + NARROW, 128   # columns

@@ -2,13 +2,13 @@
 
 PyTorch makes a dense gradient, as long as the table and mostly zeros, and adds it to `.grad`: for a table of
 377,280 × 768 that moves 4.6 GB a micro-batch to add 75 MB. Here the positions are sorted by row, once for all
-tables that share an index, and `row_sums.py` adds their gradients to the rows that they read. One H200,
+tables that share an index, and `row_sums.py` adds the gradients to only the rows that were read. One H200,
 49,152 positions of 50,304 × 768, with the sort: 125 µs, PyTorch's compiled dense gradient 203 µs; of 377,280
 rows 127 and 871 µs.
 
-Narrow rows are looked up by a kernel, `take_rows`. PyTorch starts a block of threads for each row, of which
-32 fit on a multiprocessor however few numbers they move: 160 µs for 262,144 rows, whether of 64 or of 384
-bytes.
+Narrow rows are looked up by a kernel, `take_rows`. PyTorch starts a block of threads for each row, and a
+multiprocessor holds 32 blocks, however few numbers they move: 160 µs for 262,144 rows, whether of 64 or of
+384 bytes.
 """
 from collections.abc import Iterator
 from functools import partial
@@ -86,8 +86,8 @@ def take_rows(
 ) -> Tensor:
     """table[index], (n, width).
 
-    torch.compile makes a kernel that is as fast (0.85 to 1.02 times this one's speed), but it specialises on
-    the number of rows and compiles again for every new one. This kernel is compiled once.
+    torch.compile makes a kernel that is as fast (this one has 0.86 to 1.03 times its speed), but it
+    specialises on the number of rows and compiles again for every new one. This kernel is compiled once.
     """
     check(table.ndim == 2 and table.stride(1) == 1, "table", table, "a matrix with contiguous rows")
     check(index.ndim == 1 and index.is_contiguous() and not index.is_floating_point(), "index", index,
@@ -105,7 +105,7 @@ def take_rows(
 def list_rows(order: RowOrder, gradients: RowGradients) -> RowOrder:
     """Give each row a place among the `gradients`; in the result `rows` are these places.
 
-    It runs where the rows were sorted: on the stream of the sorts, or on the current one.
+    The listing runs on the stream that sorted the rows: that of the sorts, or the current one.
     """
     with beside(side_stream("sorts") if order.ready else None):
         places = enlist(order.rows, gradients)
@@ -150,7 +150,7 @@ def lookup(
     The backward pass adds the gradient to `grad` itself: torch.autograd.grad does not return it, and hooks on
     the table do not see it. With None it is added to `table.grad`, and the table must be a leaf. With
     `RowGradients`, for tables so long that a gradient of all rows has no room, the rows are listed first and
-    their gradient is added there (kernels/ngrams/row_gradients.py).
+    the gradient is added to the list (kernels/ngrams/row_gradients.py).
     """
     check(grad is not None or table.is_leaf, "table", table,
           "a leaf, or `grad` must say where its gradient goes")

@@ -3,12 +3,13 @@
     out = norm(y),   y = x + m p,   x = norm(row),   m = strength · σ(x · gate),   norm(v) = v / |v|
 
 p is the x of the token before (zero where a sequence starts), and |v|² = v·v / width, so |v| is the root mean
-square. If g is the gradient of norm(v), then that of v is
+square. If g is the gradient of norm(v), then the gradient of v is
 
     (g − norm(v) (norm(v)·g) / width) / |v|    =    g / |v| − v (v·g) / (width |v|³)
 
 A token's x reaches the results in three ways: through y, through the next token's y = next_x + next_m x, and
-through the logit x · gate of its own m. So with `grad` and `next_grad`, the gradients of out of both tokens:
+through the logit x · gate of its own m. With `grad` for the gradient of this token's out, and `next_grad` for
+that of the next token's out:
 
     y_grad     = grad / |y| − y (y·grad) / (width |y|³)                    next_y_grad likewise
     mix_grad   = y_grad · p
@@ -17,15 +18,15 @@ through the logit x · gate of its own m. So with `grad` and `next_grad`, the gr
     row_grad   = (x_grad − x (x·x_grad) / width) / |row|
 
 A row is longer than what registers hold comfortably, so it is read in chunks of columns. The dot products
-x·x_grad and y_grad·p are expanded into those of y, next_y, grad, next_grad, x and p, which one loop over
-chunks takes all at once (`dot_products`); another loop makes row_grad (`store_gradients`).
+x·x_grad and y_grad·p are expanded into dot products of y, next_y, grad, next_grad, x and p. One loop over
+chunks makes all of these (`dot_products`); another loop makes row_grad (`store_gradients`).
 """
 from kernels.backend import tl, triton
 
 
 @triton.jit
 def load_rows(rows_ptr, token, live, width, column):
-    """In float32; zeros where not live."""
+    """Rows of tokens, in float32; zeros where a token is not live."""
     at = token.to(tl.int64)[:, None] * width + column
     return tl.load(rows_ptr + at, mask=live[:, None] & (column < width), other=0.0).to(tl.float32)
 
@@ -37,7 +38,7 @@ def dot(a, b):
 
 @triton.jit
 def load_gate(gate_ptr, token, channels, column):
-    """As wide as a chunk of a row and of the rows' dtype, so that it lies in registers as the rows do."""
+    """The gate, as wide as a chunk and of the rows' dtype, so that it lies in registers as the rows do."""
     return tl.load(gate_ptr + token[:, None] * 0 + column, mask=column < channels, other=0.0).to(tl.float32)
 
 

@@ -1,15 +1,15 @@
 """out_i = norm(x_i + m_i x_(i-1)), x = norm(rows), m_i = strength · σ(gate · x_i's first channels).
 
-Each token's embedding gets a gated share of the one before it, which frees the heads that only looked one
+Each token's embedding gets a gated share of the previous token's, which frees the heads that only looked one
 token back (@ClassicLarry, modded-nanogpt #130). norm divides a vector by its root mean square. Where a
 sequence starts, nothing is added.
 
 One pass over the rows each way: forward reads the rows and writes the result; backward reads the rows and the
-result's gradient and writes theirs. torch.compile makes four passes each way, because norms stand before and
-after the shift by one token. A row is read with its neighbours, which the cache holds, and the backward pass
-computes everything again, also for the next token, whose gradient reaches this one. A warp holds a row in
-chunks of columns, so a width like 768 pads nothing. All sums have one order. One H200, 49,152 × 768, both
-ways: 196 µs, compiled PyTorch 296 µs.
+result's gradient and writes the rows' gradient. torch.compile makes four passes each way, because norms stand
+before and after the shift by one token. A row is read with its neighbours, which the cache holds, and the
+backward pass computes everything again, also for the next token, whose gradient reaches this one. A warp
+holds a row in chunks of columns, so a width like 768 pads nothing. All sums have one order. One H200, 49,152
+× 768, both ways: 196 µs, compiled PyTorch 296 µs.
 """
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -64,7 +64,7 @@ def smear_forward(rows: Tensor, is_start: Tensor, gate: Tensor, strength: Tensor
 
 def smear_backward(grad: Tensor, rows: Tensor, is_start: Tensor, gate: Tensor, strength: Tensor,
                    tuned: tuple[int, int, int, int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of rows, gate and strength, from that of the result."""
+    """The gradients of rows, gate and strength, from `grad`, the gradient of the result."""
     check_inputs(rows, is_start, gate, strength)
     grad, out = grad.contiguous(), torch.empty_like(rows)
     (n, width), (tile, columns, warps, programs) = rows.shape, tuned or BACKWARD_CONFIGS[0]

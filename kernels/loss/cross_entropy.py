@@ -4,21 +4,21 @@ The softcap keeps s between 0 and 23, so no maximum is needed before exponential
 modded-nanogpt's (@ClassicLarry, #181), after the bounded logits of Gemma 2 (arXiv 2408.00118). c_v says how
 many tokens candidate v of a sampled softmax stands for; without candidate weights it is 1.
 
-The first target may also have a probability from elsewhere, e^o: the copy head's, and in a score the counts'.
-`log_odds` are these o, in units in which the logits' probability is e^(−l). The loss is that of the sum, l −
-log(1 + e^(o + l)). Its gradient for o is −h, with h = σ(o + l) the other source's share in the sum. For the
-logits the gradient of l would shrink to 1 − h of itself. We leave that factor out, and the logits learn as if
-they were alone. With it the model learns least where it could copy, and ends worse (records/ideas.md).
+The first target may also have a probability e^o from another source: the copy head or, in a score, the
+counts. `log_odds` holds these o, in units in which the logits' probability is e^(−l). The loss of the sum of
+both is l − log(1 + e^(o + l)). Its gradient for o is −h, where h = σ(o + l) is the other source's share in
+the sum. Its gradient for the logits would be 1 − h times the gradient of l. We leave the factor 1 − h out, so
+the logits learn as if they were alone. With the factor the model learns least where it could copy, and ends
+worse (records/ideas.md).
 
-Tokens that cannot come next (data/canonical.py) may be left out: their s is -NEVER, as good as -infinity, but
-a mixture still has its other part.
+Tokens that cannot come next (data/canonical.py) may be left out: their s is -NEVER, as good as -infinity. In
+a mixture they keep their probability from the other source.
 
 The logits are read twice. First one program a token sums c e^s along its row and takes the losses. Then one
 program a tile writes p ds/dz with p = Σ_k w_k c e^s / Σ c e^s, in bfloat16 or FP8, over the logits if wanted,
-and also transposed for the FP8 matmul of the head's gradient, which contracts over tokens. Last, the entries
-of the few targets, where w_k is subtracted, are corrected. The arithmetic of σ and exp is the limit, not
-memory. One H200, 16,384 × 50,304, three targets, FP8 gradient and its transpose: 1.57 ms, compiled PyTorch
-4.17 ms.
+and also transposed for the FP8 matmul of the head's gradient, which contracts over tokens. Last, a third
+kernel subtracts w_k in the entries of the few targets. The arithmetic of σ and exp is the limit, not memory.
+One H200, 16,384 × 50,304, three targets, FP8 gradient and its transpose: 1.57 ms, compiled PyTorch 4.17 ms.
 """
 from collections.abc import Iterator
 from functools import partial
@@ -34,7 +34,7 @@ from kernels.loss.cross_entropy_kernels import gradient_kernel, loss_kernel, tar
 
 SOFTCAP = CAP, SHIFT, WIDTH = 23.0, 5.0, 7.5
 NEVER = 1e3
-# (tile rows, tile columns, warps) of the gradient; the first is used, with its transpose the second.
+# (tile rows, tile columns, warps) of the gradient. The first is used, or the second to write a transpose too.
 CONFIGS = [(32, 128, 4), (64, 128, 8), (64, 64, 4)]
 
 
@@ -120,7 +120,7 @@ def cross_entropy(
     # (parts · vocabulary, tokens / parts), of grad's dtype: receives gradᵀ of each part, one below the other
     transposed: Tensor | None = None,
     scale: Tensor | None = None,  # one float32 on the device
-    # (parts, vocabulary) float32, of so many equal parts of the tokens: times e^s; 1 for every target
+    # (parts, vocabulary) float32: factors of e^s, a row for each of equal parts of the tokens; 1 for targets
     candidate_weights: Tensor | None = None,
     log_odds: Tensor | None = None,  # (tokens,) float32: of the first target by another source; -inf: none
     share: Tensor | None = None,  # (tokens,) float32: receives that source's share, if there is a grad

@@ -5,9 +5,9 @@ targets and the counts c of the candidates the gradient of Σ_k w_k l_k is
 
     (Σ_k w_k · c e^s / Σ c e^s − Σ_k w_k [this is target k]) ds/dz
 
-`loss_kernel` leaves Σ_k w_k / Σ c e^(s − CAP) of each token in `weight_over_sum`, and σ at its targets in
-`sigma`. Where the first target's probability is mixed (MIXED), the other source's share h of the mixture is
-left in `share`; the gradient of the logits is that of the logits alone. With MASKED the sum leaves out the
+`loss_kernel` writes each token's Σ_k w_k / Σ c e^(s − CAP) to `weight_over_sum`, and σ at the token's targets
+to `sigma`. Where the first target's probability is mixed (MIXED), it writes the other source's share h of the
+mixture to `share`; the logits get the gradient that they would get alone. With MASKED the sum leaves out the
 tokens whose bits are set in `never`, and the score s of such a target is -NEVER.
 
 The tokens lie in equal parts of `part` tokens. Each part has counts of its own, and a transpose of its own.
@@ -29,7 +29,7 @@ def sigmoid(z, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def rough_sigmoid(z, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
-    """The same within 3e-4, in one instruction: for a gradient that FP8 rounds by up to 12% anyway."""
+    """`sigmoid` within 3e-4, in one instruction: for a gradient that FP8 rounds by up to 12% anyway."""
     HALF: tl.constexpr = 0.5 / WIDTH
     half = z.to(tl.float32) * HALF + SHIFT * HALF
     tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half],

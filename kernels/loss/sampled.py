@@ -1,7 +1,7 @@
 """The loss over a sample of the head's rows, the candidates: all targets, and others that are drawn.
 
-Weights keep the mean of Σ e^s what it is over the whole vocabulary. This is importance sampling (Jean et al.,
-arXiv 1412.2007), in the public speedrun since modded-nanogpt #360 (@devenpzak).
+With the candidates' weights Σ e^s has the mean that it has over the whole vocabulary: importance sampling
+(Jean et al., arXiv 1412.2007), in the public speedrun since modded-nanogpt #360 (@devenpzak).
 
 The tokens of a micro-batch may be split into parts, each with its own sample. A part has fewer different
 targets, and so fewer candidates: 49,152 tokens of the records' corpus have up to 10,240 different targets,
@@ -18,8 +18,8 @@ from kernels.loss.head import Targets
 def among_candidates(targets: Tensor, candidates: Tensor) -> Tensor:
     """Where among the candidates of its part each target stands, (n,) int32.
 
-    A row of `candidates` (parts, c), ascending, int32 like targets (n,), holds all targets of its part but
-    -1. That is not scored and stays -1.
+    Each row of `candidates` (parts, c), ascending, int32 like targets (n,), holds all targets of its part. A
+    target of -1 is not among them: it is not scored and stays -1.
     """
     of_parts = targets.view(len(candidates), -1)
     return torch.searchsorted(candidates, of_parts, out_int32=True).flatten().masked_fill(targets < 0, -1)
@@ -32,14 +32,14 @@ def sampled_head_loss(
     x: Tensor,  # (n, width): what the head sees
     head: Tensor,  # (vocabulary, width)
     wanted: Targets,
-    # Of each of so many equal parts of the tokens: its candidates, (parts, c) int32, each row ascending, and
-    # (parts, c) float32: the count of each candidate in Σ e^s.
+    # (parts, c) int32: a row of candidates, ascending, for each of equal parts of the tokens; and (parts, c)
+    # float32: the count of each candidate in Σ e^s.
     sample: tuple[Tensor, Tensor],
     fp8: bool,
 ) -> tuple[Tensor, Tensor]:
     """Both losses of `head_loss`, each part's over its own sample of the head's rows.
 
-    The sample has the next tokens of its part alone, so no token is to predict a later one of the next part.
+    A part's sample need not hold other parts' targets, so no token has targets that lie in the next part.
     """
     (candidates, weights), is_start = sample, wanted.is_start.clone()
     is_start[::len(x) // len(candidates)] = True

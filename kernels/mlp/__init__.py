@@ -4,11 +4,11 @@ In reading order:
 - `residual.py`: the residual stream as the model sees it (`Residual`), and its sums and norms in plain
   PyTorch.
 - `residual_norm.py`: sum and norm in one pass.
-- `residual_fp8.py`: the same writing FP8, for matmuls that read nothing else.
-- `residual_gradient.py`: the gradient of both, in one pass.
-- `head_input.py`: the norm that the head reads, of a difference of sums, with its gradient.
+- `residual_fp8.py`: sum and norm in one pass, with the norm in FP8, for matmuls that read only FP8.
+- `residual_gradient.py`: the gradient of sum and norm, in one pass.
+- `head_input.py`: the head's input, which is the norm of a difference of sums, with its gradient.
 - `feed_forward.py`: relu(x W_inᵀ)² W_out, in plain PyTorch and in FP8, with its gradients.
-- `relu_squared.py`: the matmul kernels inside it, whose epilogue is the activation or its gradient.
+- `relu_squared.py`: the MLP's matmul kernels, whose epilogue is the activation or its gradient.
 """
 from kernels.mlp.feed_forward import (
     FeedForwardWeights,

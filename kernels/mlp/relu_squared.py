@@ -25,10 +25,10 @@ from kernels.fp8.formats import E4M3, E5M2, paired, pairs, round_to_fp8, roundin
 # (tile rows, tile columns, depth in bytes, warps, stages, programs a multiprocessor), best first, from
 # kernels.bench --sweep. The first is used. At the right: KB of shared memory, of 227 (Triton 3.6, sm_90).
 #
-# Of 16 programs a multiprocessor two run at a time, and the others wait for one to end. Two let one multiply
-# while the other stores. Programs that cannot start, because a collective holds their multiprocessor, would
-# begin when all others are done. With 8 of 132 multiprocessors held, waiting programs cost 8% forward and 10%
-# backward, and as many programs as fit cost 57% and 75%. Alone they are within 5% and 1% of each other.
+# Two programs run on a multiprocessor at a time, so that one multiplies while the other stores. With 16, the
+# others wait for one to end. With only 2, those whose multiprocessor a collective holds would begin when all
+# others are done. With 8 of 132 multiprocessors held, 16 programs cost 8% forward and 10% backward, and 2
+# cost 57% and 75%. With none held, 16 and 2 are within 5% and 1% of each other.
 CONFIGS = [
     (128, 128, 128, 4, 3, 16),  # 112
     (128, 128, 128, 4, 3, 2),   # 112
@@ -45,8 +45,8 @@ BACKWARD_CONFIGS = [
     (128, 128, 128, 4, 2, 2),   # 88
     (128, 128, 64, 8, 5, 2),    # 104
 ]
-# Of shared memory, by which the program chooses this kernel. Tiles of the configurations in use are 112 KB on
-# sm_90 and 120 KB on sm_100 (Triton 3.7.1), to which barriers come. GPUs with FP8 have 99 or 227 KB.
+# Training uses these kernels on GPUs with this much shared memory. The configurations in use need 112 KB on
+# sm_90 and 120 KB on sm_100 for tiles (Triton 3.7.1), and some for barriers. GPUs with FP8 have 99 or 227 KB.
 SHARED_BYTES = 121 * 1024
 
 
@@ -78,7 +78,7 @@ def relu_squared_backward_fp8_reference(grad: Tensor, w: Tensor, act: Tensor, sc
 
 @triton.jit
 def finish(result, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT: tl.constexpr):
-    """Apply the epilogue to a tile, and store it in FP8, both ways. Backward has `act_desc`, forward None."""
+    """Apply the epilogue to a tile; store it in FP8, also transposed. `act_desc` is None in forward."""
     result *= factor
     if act_desc is not None:
         result *= tl.sqrt(act_desc.load([row, column]).to(tl.float32))
@@ -107,7 +107,7 @@ def product_kernel(x_desc, w_desc, act_desc, act_scale_ptr, fp8_desc, transposed
         for start in range(0, width, DEPTH):
             result = tl.dot(x_desc.load([row, start]), w_desc.load([column, start]).T, result,
                              input_precision="ieee")
-        # All scales are one factor. Forward it multiplies before the square, so the output's is under a root.
+        # All scales are one factor. Forward squares the factor too, so it has the root of the output's scale.
         factor = tl.load(scale_ptr)
         to_fp8 = 1 / tl.load(fp8_scale_ptr)
         if act_desc is not None:
@@ -116,7 +116,7 @@ def product_kernel(x_desc, w_desc, act_desc, act_scale_ptr, fp8_desc, transposed
             factor *= to_fp8
         else:
             factor *= tl.sqrt(to_fp8)
-        # In two halves, which need half the shared memory. What is saved deepens the pipeline.
+        # Storing a tile in two halves needs half the shared memory, which leaves room for a deeper pipeline.
         halves = tl.permute(tl.reshape(result, (ROWS, 2, COLUMNS // 2)), (0, 2, 1))
         left, right = tl.split(halves)
         finish(left, factor, act_desc, fp8_desc, transposed_desc, row, column, LIMIT)
@@ -144,7 +144,7 @@ def check_inputs(x: Tensor, w: Tensor, act: Tensor | None, scales: tuple[Tensor,
 
 def launch(x: Tensor, w: Tensor, scale: Tensor, fp8_scale: Tensor, dtype: torch.dtype, tuned: tuple[int, ...],
            act: Tensor | None = None, act_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Run the kernel forward (act is None) or backward; the result over `fp8_scale` in `dtype`, both ways."""
+    """Run the kernel, forward if act is None: the result over `fp8_scale` in `dtype`, and its transpose."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     rows, columns, depth, warps, stages, resident = tuned
@@ -170,7 +170,7 @@ def launch(x: Tensor, w: Tensor, scale: Tensor, fp8_scale: Tensor, dtype: torch.
 def relu_squared_fp8(
     x: Tensor,  # (tokens, width) float8_e4m3fn, tokens a multiple of 16
     w: Tensor,  # (hidden, width) float8_e4m3fn, hidden a multiple of 16
-    scale: Tensor,  # one float32: the product of their scales
+    scale: Tensor,  # one float32: the product of the scales of x and w
     act_scale: Tensor,  # one float32
     tuned: tuple[int, int, int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:

@@ -17,12 +17,12 @@ Summands = tuple[Tensor, ...]  # (n, width) each, one or more
 
 
 def norm(x: Tensor) -> Tensor:
-    """Each row over its root mean square."""
+    """Each row divided by its root mean square."""
     return F.rms_norm(x, (x.size(-1),))
 
 
 def add_up(summands: Summands) -> Tensor:
-    """The sum. That of one summand is this summand itself, not a copy."""
+    """The sum; of a single summand it is the summand itself, not a copy."""
     return sum(summands[1:], summands[0])
 
 
@@ -32,7 +32,7 @@ def norm_fork_reference(summands: Summands, readers: int = 1) -> tuple[Tensor, .
 
 
 def mlp_input_reference(summands: Summands, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """What passes the MLP by, c y, and what the MLP reads, norm(y), where y = a Σ summands.
+    """c y, which bypasses the MLP, and norm(y), which the MLP reads, where y = a Σ summands.
 
     `scales` (2,) float32: a and c, both learned.
     """
@@ -62,14 +62,14 @@ class Residual:
 
     @property
     def summands(self) -> Summands:
-        """What the stream is the sum of; one tensor once `normed` has summed them."""
+        """The tensors whose sum is the stream; a single one once `normed` has summed them."""
         return self._summands
 
     @property
     def newest(self) -> Tensor:
-        """The last summand. Once its gradient exists, so do those of all later layers.
+        """The last summand. Once its gradient exists, the gradients of all later layers exist too.
 
-        Autograd runs in reverse, so the layers that come later are done by then.
+        Autograd runs in reverse, so it has finished the later layers by then.
         """
         return self._summands[-1]
 

@@ -6,8 +6,8 @@ q is made of the float32 norm, not of one rounded to bfloat16. Its scale is a co
 a normed row passes √width, so nothing saturates. One H200, 49,152 × 768: 99.7 µs, where a norm and a
 quantisation took 132 and a copy of as many bytes takes 89.
 
-qᵀ is in `paired` order (`kernels/fp8/formats.py`). A thread therefore loads the same columns of tokens 8
-apart, as two tiles, and packs them to 16-bit numbers. Only these go through shared memory, 8 KB of them. A
+qᵀ is in `paired` order (`kernels/fp8/formats.py`). A thread therefore loads the same columns of two tokens
+that are 8 apart, and packs them into 16-bit numbers. Only these numbers, 8 KB, go through shared memory. A
 whole row is held in float32 from its sum to its norm, in chunks of columns, so that a width like 768 needs no
 padding.
 """
@@ -25,9 +25,9 @@ from kernels.mlp.residual import Summands, add_up, mlp_input_reference
 from kernels.mlp.residual_gradient import check_like, summed
 from kernels.mlp.residual_norm import SumAndNorm
 
-# (tokens a program, warps, most registers a thread), tokens a multiple of 16; 32 fill a sector of a
-# transposed row. The first is used, or the last, which holds 2,048 columns, if a row is longer than LONG. At
-# the right: registers of width 768 and three summands (Triton 3.6, sm_90).
+# (tokens a program, warps, most registers a thread). Tokens are a multiple of 16; 32 fill a sector of a
+# transposed row. The first is used; for rows longer than LONG the last, which holds 2,048 columns. At the
+# right: registers a thread for width 768 and three summands (Triton 3.6, sm_90).
 CONFIGS = [
     (32, 16, 64),       # 64. It spills 16 bytes, for a second program a multiprocessor: 100 µs, not 125.
     (32, 16, None),     # 114

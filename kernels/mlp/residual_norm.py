@@ -88,7 +88,7 @@ class SumAndNorm(torch.autograd.Function):
     """`launch` is `sum_and_norm`, or `sum_and_norm_fp8`, which has two results for the norm.
 
     Results: c y; the norm as `launch` made it, without a gradient; and for each reader of the norm a tensor
-    that takes its gradient, which is the norm again or, beside one in FP8, a stand-in.
+    that takes the reader's gradient. This tensor is the norm again or, for a norm in FP8, a stand-in.
     """
     @staticmethod
     def forward(ctx, launch: Callable, scales: Tensor | None, readers: int,

@@ -1,7 +1,7 @@
 """An all-to-all for a table whose columns are spread over ranks: parts of rows become whole rows, and back.
 
-Each rank looks its columns up for the tokens of all ranks. Then every rank sends each other one its part of
-that one's rows:
+Each rank looks up its columns for the tokens of all ranks. Then every rank sends to each other rank its part
+of that rank's rows:
 
     rank 0 holds columns a, rank 1 columns b       rank 0's tokens need rows 0 and 1, rank 1's rows 2 and 3
 
@@ -31,7 +31,7 @@ def whole_rows(parts: Tensor, ranks: int) -> Tensor:
 
 
 def parts_of_rows(rows: Tensor, ranks: int) -> Tensor:
-    """The opposite: parts (ranks · n, c) of rows (n, ranks · c)."""
+    """The inverse of `whole_rows`: parts (ranks · n, c) of rows (n, ranks · c)."""
     parts = rows.unflatten(1, (ranks, -1)).flatten(0, 1)  # (n · ranks, c), without moving anything
     parts = in_words(parts).unflatten(0, (-1, ranks)).transpose(0, 1).flatten(0, 1)
     return parts.contiguous().view(rows.dtype)
@@ -40,9 +40,8 @@ def parts_of_rows(rows: Tensor, ranks: int) -> Tensor:
 class ColumnExchange:
     """One exchange of rows, with its gradient. It has two halves, so that other work runs while rows travel.
 
-    `send` starts the all-to-all and `receive` waits for it. Backward it is the other way round: the backward
-    pass of `receive` starts the all-to-all of the gradients, that of `send` waits for it. With one rank
-    nothing is sent.
+    `send` starts the all-to-all and `receive` waits for it. In the backward pass `receive` starts the
+    all-to-all of the gradients and `send` waits for it. With one rank nothing is sent.
     """
 
     def __init__(self, collectives: Collectives):

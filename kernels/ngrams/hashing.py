@@ -1,12 +1,13 @@
 """hash_L = t₀ f₀ ^ t₁ f₁ ^ … ^ t_(L−1) f_(L−1) modulo 2⁶⁴, of a token t₀ and the L − 1 tokens before it.
 
-Tokens count from 1, and what lies before the start of a sequence is 0. So the hash depends on those tokens,
-on their order and on where the sequence starts, and on nothing else. The factors f are odd: a product with an
-odd number loses none of 64 bits.
+Token ids count from 1, and places before the start of a sequence count as 0. So the hash depends on the L
+tokens, on their order and on where the sequence starts, and on nothing else. The factors f are odd: a product
+with an odd number loses none of 64 bits.
 
-- `ngram_index`: with the factors HASH, modulo the table's rows, it is the row that a token reads.
-- `suffix_keys`: with the powers of BASE, which nearly all fill 64 bits, it is a key that equal ends of text
-  share.
+- `ngram_index`: the hash with the factors HASH, modulo the table's number of rows, is the row that a token
+  reads.
+- `suffix_keys`: the hash with the powers of BASE, nearly all of which fill 64 bits, is a key. Two places
+  have equal keys if their last L tokens are equal.
 
 One launch walks back from all tokens at once. It reads a token as often as the longest end has tokens, but
 from memory only once, and writes each result once. One H200, 49,152 tokens: 4.8 µs for four rows and 2.1 for
@@ -30,7 +31,7 @@ CONFIGS = [(256, 4), (128, 4), (512, 4), (512, 8)]
 
 
 def powers(count: int) -> tuple[int, ...]:
-    """Of BASE, from the 0th on, modulo 2⁶⁴ as signed numbers."""
+    """The powers of BASE, from the 0th on, modulo 2⁶⁴ as signed numbers."""
     return tuple((pow(BASE, power, 2 ** 64) + 2 ** 63) % 2 ** 64 - 2 ** 63 for power in range(count))
 
 
@@ -104,7 +105,7 @@ def ngram_index(
     is_start: Tensor,  # (n,) bool, contiguous; the first token has no predecessor in any case
     lengths: tuple[int, ...],  # of the n-grams, in tokens
     count: int,  # rows of the table, at most 2³¹ − 1
-    classes: Tensor | None = None,  # (vocabulary,) int32 or int64: what n-grams are of, if not of tokens
+    classes: Tensor | None = None,  # (vocabulary,) int32 or int64: each token's class, hashed in its place
     tuned: tuple[int, int] = CONFIGS[0],
 ) -> Tensor:
     """Row numbers of the n-grams that end at each token, token by token: (n · len(lengths),) int32."""
@@ -116,8 +117,8 @@ def suffix_keys(tokens: Tensor, is_start: Tensor, lengths: tuple[int, ...],
                 tuned: tuple[int, int] = CONFIGS[0]) -> Tensor:
     """Keys (len(lengths), n) int64 of the last tokens; `tokens` and `is_start` as for `ngram_index`.
 
-    Where a sequence has fewer tokens so far, no other token of that sequence has the same key but by chance,
-    because what is missing counts as 0.
+    Where a sequence has fewer tokens so far, the missing ones count as 0. So no other token of that sequence
+    has the same key, except by chance.
     """
     out = torch.empty(len(lengths), len(tokens), dtype=torch.int64, device=tokens.device)
     return hash_ends(out, tokens, is_start, lengths, powers(max(lengths)), None, None, tuned)

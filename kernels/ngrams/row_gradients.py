@@ -1,16 +1,16 @@
 """grads[place[r]] = the gradient of row r, for a table so long that a gradient of all rows has no room.
 
-A step reads some hundred thousand rows of a table of up to 2³⁰. Before a backward pass adds to rows of its
-gradient, they are listed (`enlist`): each gets a place among as many rows of gradients as can be read between
-two updates, and keeps it until an update has taken its gradient (kernels/optimizer/sparse_adam.py):
+A step reads some hundred thousand rows of a table of up to 2³⁰. Before a backward pass adds to the
+gradients of rows, `enlist` lists these rows. `grads` has a place for each row that can be read between two
+updates. A row keeps its place until an update has taken its gradient (kernels/optimizer/sparse_adam.py):
 
     place   0 0 2 0 0 1 0 3 …     one int32 a row of the table; 0: no gradient
     rows      5 2 7               the rows with a gradient, k = 1, 2, 3
     grads     g g g               their gradients
 
-The list costs the table 4 bytes a row. A dense gradient would cost 2 bytes for each of a row's numbers, 64
+The list costs 4 bytes a row of the table. A dense gradient would cost 2 bytes for each of a row's numbers, 64
 bytes for the 32 columns that each of four GPUs holds, and a pass over the whole table at every update. An
-atomic counter hands out places: which row gets which depends on timing, the gradient there does not.
+atomic counter hands out places, so a row's place depends on timing, but its gradient does not.
 """
 from collections.abc import Iterator
 from functools import partial
@@ -24,8 +24,8 @@ from kernels.example import Example
 
 
 class RowGradients(NamedTuple):
-    """The gradient of a table most of whose rows have none: of the listed rows, each once, in any order."""
-    grads: Tensor  # (capacity + 1, width): [k] of the k-th row listed; [0] of those without room
+    """The gradient of a table of which few rows have one. These are listed, each once, in any order."""
+    grads: Tensor  # (capacity + 1, width): [k]: of the k-th row listed; [0]: of rows without room
     rows: Tensor  # (capacity + 1,) int32: the k-th row listed, k = 1 ... count
     count: Tensor  # (1,) int32: how many rows are listed; more than the capacity if that was too small
     place: Tensor  # (rows of the table,) int32: k of each row; 0 for rows without a gradient

@@ -1,10 +1,10 @@
 """Σ_i b_ij grad_ij for n-gram rows that all layers add to their values; Σ rows_j · grad_ij for each b_ij.
 
 Layer i adds b_ij · rows_j to the values of head j, with the same rows in all layers and a learned scale b_ij
-of its own. The gradient of the rows is therefore a sum over layers. Added up layer by layer, as autograd does
-it, 23 tensors cross memory for 8 layers, and each sum is rounded. Here each layer only stores its gradient
-(`leave_gradient`), and when the last has run, one kernel reads the rows and all of them: 10 tensors, 378 MB
-for 49,152 tokens, 3 heads of 128 channels and 8 layers in bf16.
+of its own. The gradient of the rows is therefore a sum over layers. Autograd would add layer by layer: 23
+tensors would cross memory for 8 layers, and each sum would be rounded. Here each layer only stores its
+gradient (`leave_gradient`). When the last layer has run, one kernel reads the rows and all gradients and
+writes the sum: 10 tensors, 378 MB for 49,152 tokens, 3 heads of 128 channels and 8 layers in bf16.
 
 What a layer stores is a view: some heads of the gradient of its values, read where it stands. Nothing is
 copied, but the whole gradient, 75 MB a layer for 6 heads, lives until the last layer has run.
@@ -16,7 +16,7 @@ How the layers' kernels and this one find each other:
                                           └── ...
                `share_values` makes one NGramValues a layer, all with the same list `grads`.
     backward   Each layer sets grads[layer] (`leave_gradient`) and gives autograd None for the rows.
-               Autograd then calls Share.backward, since all who read the rows have run: it sums `grads`.
+               When all readers of the rows have run, autograd calls Share.backward, which sums `grads`.
 
 There are no atomics: all sums have one order, and repeated runs are equal bit for bit. One H200, 8 layers,
 one head of six, 49,152 tokens: 52 µs, compiled PyTorch 82 µs.
@@ -35,7 +35,7 @@ CONFIGS = [(2048, 4), (4096, 8), (4096, 4), (8192, 8)]  # (elements a program, w
 
 
 class NGramValues(NamedTuple):
-    """What one layer adds to its first heads' values: scale[j] · rows[:, j] to those of head j."""
+    """What one layer adds to its first heads' values: scale[j] · rows[:, j] to the values of head j."""
     rows: Tensor  # (n, k, head_dim), contiguous, of the values' dtype; the same for all layers
     scale: Tensor  # (k,) float32, learned
     grads: list[Tensor | None] | None = None  # where each layer's kernel stores its gradient
@@ -102,8 +102,8 @@ class Share(torch.autograd.Function):
     """The identity in forward. Its backward sums the gradients that the layers have stored in `grads`.
 
     The layers are its readers, so autograd calls its backward last, when every layer has stored its gradient.
-    What autograd itself brings is None, because the layers return no gradient for the rows; unless something
-    else reads the rows, then it is that one.
+    Autograd itself passes None, because the layers return no gradient for the rows. If something else reads
+    the rows too, autograd passes that reader's gradient.
     """
     @staticmethod
     def forward(ctx, rows: Tensor, scales: Tensor, grads: list[Tensor | None]) -> Tensor:
@@ -129,8 +129,8 @@ class Share(torch.autograd.Function):
 def share_values(rows: Tensor, scales: Tensor) -> list[NGramValues]:
     """What each layer passes to `qkv_heads` or `qkv_fp8`; rows (n, k, head_dim), scales (layers, k) float32.
 
-    The gradients of both are made by these two functions' backward passes alone. Any other use of an
-    `NGramValues`, also by `qkv_heads_reference`, gives `scales` none.
+    Only the backward passes of these two functions make the gradients of rows and scales. Any other use of an
+    `NGramValues`, also by `qkv_heads_reference`, gives `scales` no gradient.
     """
     grads: list[Tensor | None] = [None] * len(scales)
     rows = Share.apply(rows, scales, grads)

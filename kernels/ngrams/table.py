@@ -17,7 +17,7 @@ from kernels.ranks.collectives import Collectives
 from kernels.sequence import starts
 from kernels.streams import beside, side_stream
 
-PART = 2 ** 20  # rows that are looked at together where all rows are
+PART = 2 ** 20  # rows at a time, for what goes over the whole table
 
 
 class TableState(NamedTuple):
@@ -29,7 +29,7 @@ class TableState(NamedTuple):
     steps: Tensor  # 0-dim float32: how many updates there were
 
     def rows_updated(self) -> int:
-        """How many rows an update has moved, so not what was read since the last one. The host waits."""
+        """How many rows updates have moved; rows read since the last update do not count. The host waits."""
         parts = self.last.split(PART)  # A comparison of the whole might not fit beside a long table.
         return sum(int((part > 0).sum()) for part in parts)
 
@@ -64,7 +64,7 @@ class NGrams(nn.Module):
     def __init__(self, lengths: tuple[int, ...], rows: int, head_dim: int, layers: int,
                  collectives: Collectives, dtype: torch.dtype, device: torch.device,
                  classes: Tensor | None = None):
-        """`classes` (vocabulary,): what n-grams are of, if not of tokens."""
+        """`classes` (vocabulary,): the class of each token, if n-grams are of classes and not of tokens."""
         super().__init__()
         self.classes = None if classes is None else classes.to(device)
         self.stream = side_stream("n-grams") if device.type == "cuda" else None  # where rows are gathered
@@ -114,8 +114,8 @@ class NGrams(nn.Module):
     def index(self, batch) -> Tensor | None:
         """The rows that all ranks' tokens read, in rank order; None without a table. All ranks must call.
 
-        Those of this rank's `batch` may have been found before. On a GPU a stream of its own does the rest,
-        and `send` waits for it.
+        The rows of this rank's `batch` may have been found before. On a GPU a side stream does the rest, and
+        `send` waits for that stream.
         """
         if not self.lengths:
             return None
@@ -123,7 +123,7 @@ class NGrams(nn.Module):
             return self.collectives.all_gathered(batch.rows if len(batch.rows) else self.find(batch))
 
     def send(self, index: Tensor | None, lookup: Callable, sort: Callable, share: Callable) -> InFlight:
-        """Look this rank's columns of these rows up and start their way to the ranks that read them.
+        """Look up this rank's columns of these rows, and start sending them to the ranks that read the rows.
 
         `lookup`, `sort`: `embedding.lookup` and what sorts for it, or the reference. `share`: `share_values`,
         or its reference if the layers' kernels do not leave their gradients to it.
@@ -136,7 +136,7 @@ class NGrams(nn.Module):
         return InFlight(exchange, self.heads, self.scales, share)
 
     def optimizer_state(self, block: int, capacity: int | None) -> TableState:
-        """State for an optimizer by rows; neighbouring columns share a mean square, `block` of them.
+        """State for a row-wise optimizer; `block` neighbouring columns share a mean square.
 
         From now on gradients go to a list with room for `capacity` rows; with None to a dense `table.grad`.
         """
@@ -149,9 +149,9 @@ class NGrams(nn.Module):
 
     @torch.no_grad()
     def written_rows(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Numbers (k,) int32, which ascend, and whole rows (k, head_dim) of the rows that are not zero.
+        """The rows that are not zero: their numbers (k,) int32, ascending, and whole rows (k, head_dim).
 
-        They come in parts, because neither a GPU nor a host may have room for all, on every rank's host. All
+        Every rank's host gets them in parts, because neither a GPU nor a host may have room for all. All
         ranks must call.
         """
         for first in range(0, len(self.table) if self.lengths else 0, PART):
