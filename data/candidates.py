@@ -1,14 +1,15 @@
 """Which tokens a sampled softmax computes logits for, beside the targets, and how much each counts.
 
 A sum over the vocabulary is estimated from candidates. A token j that is drawn with probability π counts 1/π
-times, so the estimate is right in the mean. For one row of logits its variance is Σ (1/π − 1) p², if p are
-the row's probabilities and the sum is 1. It is least where π goes by √(Σ p²), summed over the rows of a part.
+times, so the estimate is right in the mean. For one row of logits the estimate's variance is Σ (1/π − 1) p²,
+if p are the row's probabilities and the sum is 1. The variance is least where π is proportional to √(Σ p²),
+summed over the rows of a part.
 
-What a row makes probable and no target of its part is, is mostly a token that often follows the row's own:
-"ieties" after " Soc", "blown" after "full-". So Σ p² is estimated from how often tokens follow one another.
-For 8,192 tokens of unseen text, 3,072 draws and the states after a quarter of a run, the variance is 0.024 in
-the mean over rows. By the tokens' frequencies alone it is 0.030, and 0.0014 by the model's own Σ p², which a
-run does not know beforehand (records/ideas.md).
+A token that a row makes probable, and that is no target of the row's part, often is a token that commonly
+follows the row's own: "ieties" after " Soc", "blown" after "full-". So Σ p² is estimated from how often
+tokens follow one another. For 8,192 tokens of unseen text, 3,072 draws and the states after a quarter of a
+run, the variance is 0.024 in the mean over rows. By the tokens' frequencies alone it is 0.030, and 0.0014 by
+the model's own Σ p², which a run does not know beforehand (records/ideas.md).
 """
 import numpy as np
 
@@ -18,15 +19,15 @@ COUNTED = 4_000_000     # tokens at the beginning of the text, in which tokens a
 UNSEEN = 4.0            # added to each count, which bounds the weight of a token that was not counted
 LEAST_SHARE = 0.05      # of what follows a token; rarer followers are left to their frequency
 COMMON = 1 / 4000       # From this frequency on a token is a target of most parts, whatever it follows.
-# For n rows Σ p² is taken for n times the frequency times this, and the squared shares of followers. 0.01 and
-# 0.03 are as good.
+# Σ p² over n rows is estimated as n times the frequency times this, plus the squared shares of followers.
+# 0.01 and 0.03 are as good.
 OF_FREQUENCY = 0.015
 
 
 def sample_parts(n: int, share: int) -> int:
     """Into how many equal parts n tokens are split, so that about `share` have one sample of candidates.
 
-    0: all n. On GPUs a part has a multiple of 16 tokens, as FP8 wants it, and so it has here.
+    0: all n. A part has a multiple of 16 tokens on every device, because FP8 wants that on GPUs.
     """
     most = n // share if share else 1
     return next((parts for parts in range(most, 1, -1) if n % (16 * parts) == 0), 1)
@@ -39,8 +40,9 @@ class Importance:
         """`text` (n,) uint16, of token ids below `vocabulary`."""
         counts = np.bincount(text, minlength=vocabulary) + UNSEEN
         self.frequency = counts / counts.sum()
-        # The clock runs: what cannot be kept is left out before the sort. The second token of a pair must be
-        # no common one, and occur often enough in the whole text for that share of what follows the first.
+        # The clock runs, so pairs that cannot be kept are left out before the sort. The second token of a
+        # pair must not be common. It must occur often enough in the whole text to be LEAST_SHARE of what
+        # follows the first.
         most = np.where(self.frequency < COMMON, counts, 0)
         able = np.flatnonzero(most[text[1:]] >= (LEAST_SHARE * counts)[text[:-1]])
         pairs = text[able].astype(np.uint32) << 16 | text[able + 1]
@@ -75,8 +77,8 @@ def sample_candidates(targets: np.ndarray, count: int, importance: np.ndarray,
 
     A target of -1 is none. A token of the rest is drawn with a probability in proportion to its importance,
     (vocabulary,) above 0. Its weight is one over that probability; a target's is 1. So a sum over candidates,
-    by weights, is in the mean the sum over the vocabulary. Fixed sizes and these probabilities, within 0.1%:
-    Pareto sampling (Rosén, J. Stat. Plan. Inference 62, 1997).
+    by weights, is in the mean the sum over the vocabulary. Pareto sampling (Rosén, J. Stat. Plan. Inference
+    62, 1997) draws a fixed number of tokens with these probabilities, within 0.1%.
     """
     weights = np.zeros(len(importance), np.float32)
     weights[targets[targets >= 0]] = 1.0

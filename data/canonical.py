@@ -1,17 +1,17 @@
-"""Which tokens never follow which: those of a text are what byte-pair encoding makes of it.
+"""Which tokens never follow which, because byte-pair encoding would have written other tokens.
 
 The encoder splits a text into words. In each word it joins two neighbouring parts for as long as any two make
 a token, first those that make the token of lowest rank. So "th" is never followed by "e": there the encoder
-would have written "the". A model cannot know that for every pair, and gives such tokens some probability.
-With `--canonical true` a model that is scored gives it to the others:
+would have written "the". A model cannot know that for every pair, and gives impossible tokens some
+probability. With `--canonical true` a model that is scored gives this probability to the possible ones:
 
     p(b | ..., a) = [b can follow a] p_head(b) / (the sum of p_head over all tokens that can follow a)
 
-Training stays as it is, and takes no time for it. This is the canonical mask of the public speedrun's record
+Training does not change, and takes no longer. This is the canonical mask of the public speedrun's record
 91. Its authors report a loss that is 0.0017 lower for the same weights.
 
-A pair is ruled out only if the border between its tokens lies inside one word in every context. Of GPT-2's
-pairs of tokens these are 2.8%. None of them occurs in the 205 million pairs of the corpus of
+A pair is ruled out only if the border between its tokens lies inside one word in every context. This rules
+out 2.8% of the pairs of GPT-2's tokens. None of these occurs in the 205 million pairs of the corpus of
 records/README.md.
 """
 import subprocess
@@ -30,15 +30,15 @@ from torch import Tensor
 from data.classes import GPT2_SIZE, gpt2_tokens
 from data.vocabulary import edges
 
-# The encoder cuts these off whatever letters follow, so that a word may end inside of one.
+# The encoder cuts these off whatever letters follow, so the next letter may begin another word.
 CONTRACTIONS = {b"'s", b"'t", b"'re", b"'ve", b"'m", b"'ll", b"'d"}
 
 
 def kind(token: bytes, last: bool) -> str:
     """What a token's first or last character is: a "letter", a "number", "other", or only "part" of one.
 
-    "blank" is the space that the encoder puts before a word, "space" is any other. A first character of
-    which there is only the beginning is "unknown": it may be of the same word as the one before or not.
+    "blank" is the space that the encoder puts before a word, "space" is any other. A first character is
+    "unknown" if the token has only its beginning: it may be of the same word as the character before or not.
     """
     for size in range(1, 5):
         try:
@@ -48,10 +48,10 @@ def kind(token: bytes, last: bool) -> str:
         if character.isspace():
             return "blank" if character == " " else "space"
         return {"L": "letter", "N": "number"}.get(unicodedata.category(character)[0], "other")
-    return "part" if last or token[0] < 0xC0 else "unknown"     # Other bytes of a character are below.
+    return "part" if last or token[0] < 0xC0 else "unknown"     # A byte below 0xC0 continues a character.
 
 
-# By the kind of a token's last character: of which kind the next one's first is, if both lie in one word.
+# By the kind of a token's last character: the kinds of a next character that can be in the same word.
 SAME_WORD = {"letter": ("letter",), "number": ("number",), "other": ("other",), "part": ("part",),
              "blank": ("letter", "number", "other"), "space": ()}
 
@@ -59,12 +59,12 @@ SAME_WORD = {"letter": ("letter",), "number": ("number",), "other": ("other",), 
 def impossible_pairs(tokens: list[bytes], columns: int) -> np.ndarray:
     """Bit b of row a is 1 where token b never follows token a: (n + 1, columns / 8) uint8, lowest bits first.
 
-    The n `tokens` stand by rank. Token n starts a document: it may follow every token, and every token it.
-    Columns beyond are no tokens and follow none.
+    The n `tokens` stand by rank. Token n starts a document: every token may follow it, and it may follow
+    every token. Columns beyond n are no tokens and follow none.
 
-    Two parts that meet at a border, s of a and p of b, are joined if s + p is a token of lower rank than the
-    joins that would take s and p up within a and b. Of equal joins the leftmost is first. Then the text has
-    another token there.
+    A part s at the end of a and a part p at the start of b meet at the border. They are joined if s + p is a
+    token of lower rank than the joins that would take up s within a and p within b. Of equal joins the
+    leftmost is first. If s and p are joined, the text has another token there, and b never follows a.
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     lefts, rights = zip(*(edges(token, ranks) for token in tokens))
@@ -75,7 +75,7 @@ def impossible_pairs(tokens: list[bytes], columns: int) -> np.ndarray:
         for part, rank in left:
             with_part[part].append((-rank, b))
     with_part = {part: np.array(sorted(found)).T for part, found in with_part.items()}
-    # By the part s: the joins with what may follow it, by rank, and the tokens that this can be the start of.
+    # By the part s: the ranks of its joins with a part p, and the tokens that have p at their left edge.
     joins = defaultdict(list)
     for joined, rank in ranks.items():
         for size in range(1, len(joined)):

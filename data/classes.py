@@ -6,10 +6,10 @@ Each token has three features, and tokens that share one can learn from each oth
 
 - its class: the text without case, accents and spaces around it. The 50,257 tokens fall into 32,993 classes.
   N-grams can be of classes, so that a table has fewer to hold (record 92 of the public speedrun).
-- its root: the class of the token that byte-pair encoding began it with, as " walk" in " walking" (see
-  `roots`); 15,722 roots.
-- its form: a space in front or not, capitals, and the suffix, or the last two letters; 3,946 forms. It says
-  much about a word's place in a sentence.
+- its root: the class of the token that byte-pair encoding began to build it from, as " walk" in " walking"
+  (see `roots`); 15,722 roots.
+- its form: a space in front or not, capitals, and the suffix, or the last two letters; 3,946 forms. A form
+  says much about a word's place in a sentence.
 
 Roots and forms are for `--shared_updates` (kernels/optimizer/shared_updates.py). The suffixes are a plain
 list of English ones: "ration" loses "ion", too. The file also has each token's bytes, for canonical.py.
@@ -49,10 +49,10 @@ def without_suffix(text: str, least: int) -> tuple[str, str]:
 
 
 def roots(tokens: list[bytes]) -> list[int]:
-    """The token that each of a vocabulary's `tokens`, by rank, grew from: itself, or one of lower rank.
+    """The root of each of a vocabulary's `tokens`, by rank: the token itself, or one of lower rank.
 
-    The encoder joins two parts last. The left one, and what that grew from, is the root if it has at least
-    ROOT letters: " nation" joined "al", and " national" joined "ities".
+    The encoder makes a token by joining two parts last. If the left part has at least ROOT letters, its root
+    is the token's: " develop" joined "ment", and " development" joined "al".
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     found: list[int] = []
@@ -64,7 +64,7 @@ def roots(tokens: list[bytes]) -> list[int]:
 
 
 def form(token: bytes, text: str) -> Hashable:
-    """How a token with this normalised text is written: what tokens of one form share beside a meaning."""
+    """How a token with this normalised text is written. Tokens of one form share this, whatever they mean."""
     word, spaced = token.decode().strip(" "), token.startswith(b" ")
     if text.isalpha():
         case = "all" if word.isupper() and len(word) > 1 else "first" if word[:1].isupper() else "none"

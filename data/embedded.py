@@ -67,7 +67,7 @@ def build(folder: Path = FOLDER) -> Path:
 
 
 def provide(folder: str, rank: int, barrier: Callable[[], None]) -> None:
-    """Build the corpus if `folder` is its own: rank 0 does, and the others wait for it at the barrier."""
+    """Build the corpus if `folder` is FOLDER: rank 0 builds it, and the others wait at the barrier."""
     if folder == str(FOLDER) and rank == 0:
         build()
     barrier()

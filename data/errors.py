@@ -17,14 +17,14 @@ class DataError(ValueError):
 
 
 def printable(text: str) -> str:
-    """`text` for a terminal: what would steer it is shown as an escape, all but the ends of lines."""
+    """`text` for a terminal: characters that could steer it are shown as escapes, except ends of lines."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def open_streams() -> None:
     """Make standard output and error fit to print to: what their character set lacks is printed as "?".
 
-    One that was closed, as by `>&-`, is None to Python. What it is told then goes nowhere.
+    Python has None for a stream that was closed, as by `>&-`. What is printed to it then goes nowhere.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -33,7 +33,7 @@ def open_streams() -> None:
 
 
 def keep_nothing(stream: TextIO) -> None:
-    """Let a stream that failed go nowhere: what it holds would be written, and fail, when Python ends."""
+    """Send a failed stream to nowhere. Else Python would write its buffer at the end, and fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -6,14 +6,14 @@
 
 Run again at any time: what is whole stays, what is missing or damaged is fetched. A cut connection is resumed
 where it broke; a killed run begins again at the shards that were not finished. HF_ENDPOINT chooses a mirror;
-shards that the cache in HF_HOME holds are copied from there. With no network, run it where there is one,
-bring the folder over and set DATA_PATH.
+shards that the cache in HF_HOME holds are copied from there. Without a network, run this on a machine that
+has one, copy the folder over and set DATA_PATH.
 
 A shard is fetched into a hidden folder and appears under its name only after these checks: magic, version,
 number of tokens against size, ids inside the vocabulary, a document start, and the SHA-256 that the hub
-publishes for it. Its own SHA-256 goes into manifest.json, and each later run compares it. A shard brought by
-other means, with no manifest, passes on its format alone: a changed id that stays inside the vocabulary
-cannot be told then.
+publishes for it. The SHA-256 of what arrived goes into manifest.json, and each later run compares it. A shard
+brought by other means, with no manifest, passes on its format alone: then nothing shows that an id was
+changed to another one of the vocabulary.
 """
 import os
 import re
@@ -40,7 +40,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1, 60  # between them: 1, 2 and 4 seconds, or as 
 
 # The preset "speedrun" wants 338.8 M tokens of sequences: 55.5 M cut at 896 tokens, the rest at 2,048. The
 # tails of longer documents are not used: on a corpus like FineWeb 61% of the tokens are left at the first cut
-# and 79% at the second (measured on 13,373 documents with `python -m data.peek`), so that it takes 448 M
+# and 79% at the second (measured on 13,373 documents with `python -m data.peek`). So the preset takes 448 M
 # tokens of shards: 5 shards of 100 M.
 SPEEDRUN_SHARDS = 5
 
@@ -63,9 +63,9 @@ def check(path: Path) -> dict:
 
 
 def is_whole(path: Path, manifest: Manifest) -> dict | None:
-    """Facts about a shard that is in the folder and as recorded; None if there is none.
+    """Facts about a shard that is in the folder and as recorded; None if it is missing or bad.
 
-    A bad one is named and removed.
+    A bad shard is named and removed.
     """
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""Batches: which sequences each step trains on, planned a little ahead. What is scored: scoring.py."""
+"""Batches: which sequences each step trains on, planned a little ahead. scoring.py makes what is scored."""
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -21,8 +21,9 @@ from data.shards import ShardError, open_shard, shards_in
 AHEAD = 4           # steps whose batches are made before they are asked for
 MEASURED = 64       # steps of validation text that the bounds of a batch are taken from
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
-# How much text cuts drop is known before the run from the validation text alone. If by that a schedule
-# reads more than there is, by more than this share, the run is refused; else it may end before its time.
+# Before the run only the validation text tells how much text the cuts drop. If by that a schedule reads more
+# text than there is, by more than this share, the run is refused. If by less, the text may still end before
+# the run does.
 LACKING = 0.05
 
 
@@ -41,7 +42,7 @@ class TextSettings:
 
     @classmethod
     def of(cls, config) -> "TextSettings":
-        """Those of a run with the settings `config`."""
+        """The text settings of a run with the configuration `config`."""
         return cls(config.data_path, *(getattr(config, field.name) for field in fields(cls)[1:]))
 
 
@@ -69,8 +70,8 @@ class Batch(NamedTuple):
         return self.candidates, self.weights.view(torch.float32)
 
 
-# Consecutive sequences of a shard: its number, the first, the end, and how many tokens of the first are gone
-# already.
+# Consecutive sequences of a shard: the shard's number, the first sequence, the end, and how many tokens of
+# the first sequence are gone already.
 Span = tuple[int, int, int, int]
 Sequence = tuple[np.ndarray, int, int]      # a shard's tokens, where in them the sequence starts, its length
 
@@ -79,15 +80,15 @@ class Bounds(NamedTuple):
     """Sizes of a micro-batch that hold for a whole stage, so that a captured step fits all of its steps."""
     sequences: int              # A micro-batch with more of them ends early.
     targets: int                # different ones that share a sample, and a document's start; 0: not counted
-    read: float = 1.0           # tokens of text that a trained token takes, with what cuts drop
+    read: float = 1.0           # tokens of text used for a trained token, with those that cuts drop
 
 
 class Plan:
     """Which sequences each step trains on: a function of the step's number, made as far as it is asked for.
 
     Sequences begin where documents do, are cut to the step's length and packed end to end into micro-batches
-    of fixed size, in the order of the shards. The last sequence of a micro-batch is cut to fit. What it
-    leaves over is dropped or, with `keep_tails`, begins the next micro-batch, so that no token is lost.
+    of fixed size, in the order of the shards. The last sequence of a micro-batch is cut to fit. The rest of
+    this sequence is dropped or, with `keep_tails`, begins the next micro-batch, so that no token is lost.
     """
 
     def __init__(self, settings: TextSettings, shapes: Seq[StepShape], split: str,
@@ -149,7 +150,7 @@ class Plan:
             yield micro_batches
 
     def too_few(self, index: int, how: str = "") -> str:
-        """The message where the text ends in the step `index`; `how` that is known."""
+        """The message if the text ends in the step `index`; `how` says how that is known."""
         wanted, folder = [shape.tokens for shape in self.shapes], self.settings.folder
         total = self.text.size()
         lasted = sum(wanted[:index]) or total * self.settings.epochs
@@ -167,12 +168,12 @@ def parts_of(settings: TextSettings, shape: StepShape) -> int:
 def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, Bounds]:
     """The bounds of a micro-batch, by tokens of the step, from the validation text.
 
-    A captured step needs them before the run, and the training text is first read on the clock. So they
-    come from a text of the same kind. They hold for any text: a micro-batch with more sequences ends early,
-    and one with more different targets draws fewer others as candidates.
+    A captured step needs the bounds before the run, but the training text is first read on the clock. So they
+    come from a text of the same kind. The bounds hold for any text: a micro-batch with more sequences ends
+    early, and one with more different targets draws fewer others as candidates.
     """
     bounds = {}
-    # How many are drawn does not matter, but whether any are: else no targets are counted.
+    # It matters whether a step draws samples, not how many: without samples no targets are counted.
     for shape in dict.fromkeys(shape._replace(samples=min(shape.samples, 1)) for shape in shapes):
         plan = Plan(replace(settings, epochs=-1), [shape] * MEASURED, "val")
         sequences, targets, read = 0, 0, 0
@@ -225,7 +226,7 @@ class Loader:
 
     @property
     def candidates(self) -> dict[tuple[int, int], int]:
-        """Candidates of a part of a micro-batch, by tokens and samples of the step; {}: of all steps all."""
+        """Candidates of a part of a micro-batch, by tokens and samples of the step; {}: no step draws any."""
         return {(shape.tokens, shape.samples): self.candidates_of(shape)
                 for shape in dict.fromkeys(self.shapes) if shape.samples}
 
@@ -269,8 +270,8 @@ class Loader:
                  prepare: Callable[[Batch], Batch] = lambda batch: batch) -> Iterator[list[Batch]]:
         """The batches of these steps, made a few ahead by a thread that also brings them to a GPU.
 
-        On a GPU that thread also calls `prepare` for each batch, on the stream of the copies. So what it
-        launches runs beside earlier steps. On a CPU it is not called.
+        On a GPU that thread also calls `prepare` for each batch, on the stream of the copies. So the work
+        that `prepare` launches runs beside earlier steps. On a CPU `prepare` is not called.
         The memory of a batch is written over a few steps later, after all work that was launched before the
         next batch was asked for.
         """
@@ -319,8 +320,8 @@ class Loader:
 def copy_stream(device: torch.device) -> torch.cuda.Stream:
     """The process's stream for batches on their way.
 
-    torch hands out 32 streams in turn. A new one for each loader would in time be that of a step that is
-    being recorded as a graph, and the recording would fail.
+    torch hands out 32 streams in turn. If each loader took a new one, some loader would in time get the
+    stream on which a step is being recorded as a graph, and the recording would fail.
     """
     return torch.cuda.Stream(device)
 
@@ -331,14 +332,15 @@ class Room:
     def __init__(self, size: int, device: torch.device):
         self.here = torch.empty(size, dtype=torch.int32, pin_memory=True)
         self.there = torch.empty(size, dtype=torch.int32, device=device)
-        # Events: the batches are here and prepared; their last reader has ended. At first that is whoever had
-        # this memory before, as the batches of an earlier loader whose steps may still run.
+        # Events: for `ready`, the batches are on the GPU and prepared; for `left`, their last reader has
+        # ended. The first reader is whoever had this memory before, such as a step of an earlier loader that
+        # still runs.
         self.ready, self.left = torch.cuda.Event(), torch.cuda.Event()
         self.left.record()
 
     def bring(self, batches: list[Batch], stream: torch.cuda.Stream,
               prepare: Callable[[Batch], Batch]) -> list[Batch]:
-        """Copy them to the GPU in one piece, and prepare them, on `stream`; all is done once `ready` is."""
+        """Copy the batches to the GPU in one piece and prepare them, on `stream`. `ready` marks the end."""
         tensors = [x for batch in batches for x in batch[:-1]]
         sizes = [round_up(x.numel(), ALIGNED) for x in tensors]
         total = sum(sizes)

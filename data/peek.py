@@ -93,9 +93,9 @@ def histogram(lengths: np.ndarray) -> str:
 
 
 def schedule_fit(lengths: np.ndarray, total: int, bos: int) -> str:
-    """For each preset of this vocabulary: what its cuts leave of such documents, how long the tokens last.
+    """For each preset of this vocabulary: the share of tokens that its cuts leave, how long the tokens last.
 
-    A vocabulary that no preset is made for is held to the small preset.
+    A vocabulary that no preset is made for is compared with the small preset.
     """
     lines = []
     for preset, schedule in SCHEDULES.get(bos, SCHEDULES[256]).items():
@@ -129,7 +129,7 @@ def first_documents(shards: list[Shard], count: int, vocabulary: Bytes | BytePai
 def choose_vocabulary(arguments: argparse.Namespace, bos: int) -> Bytes | BytePairs | None:
     """The vocabulary asked for, or the one that the start token tells; None means ids.
 
-    Says so where one is missing.
+    Prints a line if a vocabulary is missing.
     """
     if arguments.ids:
         return None

@@ -135,7 +135,7 @@ def seekable(stream: BinaryIO) -> BinaryIO:
 
 
 def split_stream(name: str, stream: BinaryIO, split: str) -> Iterator[bytes]:
-    """The stream without its separators, cut at them, or whole. Memory holds one document at a time."""
+    """The documents between the stream's separators, or all of it as one. Memory holds one at a time."""
     separator, strip = SEPARATORS[split]
     rest = b""
     while block := stream.read(BLOCK):

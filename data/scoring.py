@@ -40,9 +40,9 @@ def scored_text(name: str, settings: TextSettings, tokens: int, chunk: int, sequ
                 multiple: int = 1, scored: np.ndarray | None = None) -> ScoredText:
     """The first `tokens` of the validation stream in chunks; every token after the first is a target once.
 
-    The sequences are the documents, in pieces of `sequence_length` if longer, whatever the chunk. A chunk
+    Each document is a sequence, or several of up to `sequence_length` tokens, whatever the chunk. A chunk
     holds whole sequences and is filled up with tokens that are not scored. Empty chunks make the number of
-    chunks a `multiple`. With `scored` (tokens + 1,) bool only targets that it marks are scored.
+    chunks a multiple of `multiple`. With `scored` (tokens + 1,) bool only targets that it marks are scored.
     """
     if sequence_length > chunk:
         raise ValueError(f"sequences of {sequence_length} tokens in chunks of {chunk}, which would cut them")
@@ -56,7 +56,7 @@ def scored_text(name: str, settings: TextSettings, tokens: int, chunk: int, sequ
             filled = 0
         chunks[-1].append((text, start, length))
         filled += length
-    # Ranks score in step, because they look up rows for each other.
+    # All ranks score equally many chunks, because they look up rows for each other.
     chunks += [[]] * (-len(chunks) % multiple)
     most = max(map(len, chunks)) + math.ceil(chunk / sequence_length)       # with what fills a chunk up
     batches = [make_batch(each, chunk, most, sequence_length, settings.document_start) for each in chunks]

@@ -74,7 +74,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
-    """Write `tokens` (n,), ids 0..65535, as a shard. It is renamed once whole, so no partial one exists."""
+    """Write `tokens` (n,), ids 0..65535, as a shard. It is named once whole, so no partial one exists."""
     path = Path(path)
     if len(tokens) and (int(tokens.max()) > 65535 or int(tokens.min()) < 0):
         raise ShardError(f"{path}: token id {int(tokens.max())} does not fit the 16 bits of a shard; "
@@ -151,12 +151,12 @@ def shards_in(folder: str, split: str) -> list[Path]:
 
 
 class Manifest:
-    """manifest.json in a folder of shards: of each one that a data tool has checked or made, its tokens,
-    SHA-256 and origin. Shards brought by other means stand in none, and a folder may have none.
+    """manifest.json in a folder of shards: number of tokens, SHA-256 and origin of each shard that a data
+    tool has checked or made. A shard brought by other means has no entry, and a folder may have no manifest.
     """
 
     def __init__(self, folder: Path) -> None:
-        """DataError if there is one that cannot be read."""
+        """DataError if there is a manifest.json that cannot be read."""
         self.folder, self.path = folder, folder / "manifest.json"
         try:
             known = json.loads(read_regular(self.path)) if self.path.exists() else {"shards": {}}
@@ -205,8 +205,9 @@ def sha256_of(path: Path) -> str:
 def incoming(folder: Path) -> Iterator[Path]:
     """An empty sub-folder of `folder` for shards that are not ready yet, removed at the end.
 
-    One process at a time has it: the next waits. What a killed process left there goes too. `find_shards`
-    does not see it. Its name is new each time, since a thread that still writes may keep an old one alive.
+    Only one process at a time has the sub-folder; the next one waits. What a killed process left there is
+    removed, too. `find_shards` does not see the sub-folder. Its name is new each time, since a thread that
+    still writes may keep an old sub-folder alive.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / ".lock", "w") as lock:
@@ -225,7 +226,7 @@ def incoming(folder: Path) -> Iterator[Path]:
 
 
 def publish(staging: Path, folder: Path) -> None:
-    """Move the shards of `staging` into `folder`, after its manifest has them: none is there without it."""
+    """Record the shards of `staging` in the manifest of `folder`, then move them: none is unrecorded."""
     shards = sorted(staging.glob("*.bin"))
     Manifest(folder).record(**{path.name: {"tokens": len(open_shard(path)), "sha256": sha256_of(path)}
                                for path in shards})

@@ -59,9 +59,10 @@ class BytePairs:
 
 
 def edges(token: bytes, ranks: dict[bytes, int]) -> tuple[list, list]:
-    """What stands at a token's left and right edge while it is put together.
+    """The parts at a token's left edge and at its right edge, while the encoder joins its bytes step by step.
 
-    Each is a list of (part, the rank of the join that takes this part up); NEVER for the whole token.
+    Both lists have pairs of a part and the rank of the join that takes it up, which is NEVER for the whole
+    token.
     """
     parts, left, right = [bytes([byte]) for byte in token], [], []
     while len(parts) > 1:

@@ -37,7 +37,7 @@ def compiled(function: Callable) -> Callable:
 
 
 def multiprocessors(x: torch.Tensor) -> int:
-    """Of x's GPU; of the current GPU, if x is counted on the meta device; 1 on a CPU."""
+    """How many x's GPU has, or the current GPU if x is counted on the meta device; 1 on a CPU."""
     device = x.device if x.device.type == "cuda" else None
     return torch.cuda.get_device_properties(device).multi_processor_count if x.is_cuda else 1
 

@@ -79,8 +79,8 @@ def copied(x: Any) -> Any:
 def both_ways(function: Callable, gradients: Callable[[], tuple], wanted: tuple[int, ...]) -> Callable:
     """A function that returns the results and the gradients of the inputs numbered `wanted`.
 
-    `gradients` makes that of each result, the same at each call; not earlier, for all examples are made to
-    list them. The inputs `wanted` are made leaves. For `Example.wrap`.
+    `gradients` makes the gradient of each result, the same at each call. It is called late, because listing
+    the examples makes them all. The inputs `wanted` are made leaves. For `Example.wrap`.
     """
     def run(*inputs: Any) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(inputs)]

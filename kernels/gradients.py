@@ -34,5 +34,5 @@ def gradient_of(weight: Tensor, accumulate: bool = True) -> Gradient:
 
 
 def gradient(leaf: Tensor) -> Tensor:
-    """The buffer alone."""
+    """The buffer of `gradient_of` alone."""
     return gradient_of(leaf).buffer

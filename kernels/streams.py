@@ -37,12 +37,12 @@ def beside(stream: torch.cuda.Stream | None, behind: torch.cuda.Stream | None = 
 def recorded(pool: tuple[int, int] | None = None) -> Iterator[torch.cuda.CUDAGraph]:
     """Record the block as a graph, in the memory of `pool` (another graph's, or None: memory of its own).
 
-    Memory of its own begins with one piece, as large as what was held at most since the last reset of torch's
-    peak beside what is held now, with SPARE and 128 MiB that cuBLAS will keep. This graph and later ones cut
-    their tensors out of it. Without it each tensor brings a piece of its own size, which stays, and in which
-    no larger tensor of a later graph finds room.
-    If the block fails, its error is raised. Streams that it left behind make the recording end with an error
-    ("capturing stream has unjoined work"), which would hide the first, such as a lack of memory.
+    Memory of its own begins with one piece. The piece is as large as torch's peak since its last reset minus
+    what is held now, with SPARE and 128 MiB that cuBLAS will keep. This graph and later ones cut their
+    tensors out of the piece. Without it each tensor would bring a piece of its own size. Such a piece stays,
+    and no larger tensor of a later graph fits into it.
+    If the block fails, its error is raised. If it leaves streams behind, the recording ends with an error as
+    well ("capturing stream has unjoined work"). That would hide the block's error, such as a lack of memory.
     Other threads, such as the loader's, may pin and allocate memory meanwhile, and launch kernels on streams
     of their own.
     """

@@ -1,11 +1,11 @@
 """q, k = norm(x Wᵀ by halves), rest = q · gate + bias; and the copy head's parameters.
 
 norm divides a vector by its root mean square. The queries q, the keys k and the score `rest` of not copying
-are what `pointer.py` and the loss take. The matmul is torch's. One launch reads its result and writes q, k
-and `rest`; backward one launch reads that result again and the three gradients, and writes its gradient. A
-row of 128 channels lies within half a warp, so norms need no shared memory. Each program sums the gradients
-of gate and bias over its rows, and torch adds the programs' sums up: all sums have one order. On one H200,
-98,304 rows take 114 µs both ways, where compiled PyTorch takes 244.
+go to `pointer.py` and the loss. The matmul is torch's. One launch reads the matmul's result and writes q, k
+and `rest`. In the backward pass one launch reads that result again and the three gradients, and writes the
+result's gradient. A row of 128 channels lies within half a warp, so norms need no shared memory. Each program
+sums the gradients of gate and bias over its rows, and torch adds the programs' sums up: all sums have one
+order. On one H200, 98,304 rows take 114 µs both ways, where compiled PyTorch takes 244.
 """
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -19,8 +19,8 @@ from kernels.example import Example, both_ways
 from kernels.loss import Mixture
 from kernels.sequence import Sequences
 
-# The first score of not copying exceeds that of a key that equals its query by this. So one such key begins
-# with 0.7% of the probability.
+# At first the score of not copying exceeds the score of a key that equals its query by this much. So one such
+# key begins with 0.7% of the probability.
 FIRST_MARGIN = 5.0
 # Forward (rows a tile, warps), backward also programs a multiprocessor. The first is used. With 8 rows of 128
 # channels and 4 warps a thread loads 16 bytes of each half.
@@ -156,7 +156,7 @@ def project(
 class CopyHead(nn.Module):
     """`weight` (2 channels, width) makes queries and keys. `gate` (channels,) is a key that all queries see.
 
-    It makes the score of not copying, with `bias`. Without channels there is no parameter and no mixture.
+    `gate` and `bias` make the score of not copying. Without channels there is no parameter and no mixture.
     """
 
     def __init__(self, channels: int, width: int, scale: float, dtype: torch.dtype, device: torch.device):
@@ -171,8 +171,8 @@ class CopyHead(nn.Module):
     def initialise(self, bound: float, generator: torch.Generator) -> None:
         """Queries and keys start as the same projection, uniform in ±bound, with next to no copying.
 
-        So like states find each other from the first step on. Otherwise that waits for chance, and some
-        seeds never make up for it (records/ideas.md).
+        So similar states find each other from the first step on. Projections that start apart find them by
+        chance, and some seeds never make up for the time lost (records/ideas.md).
         """
         if self.weight is not None:
             queries, keys = self.weight.chunk(2)
@@ -182,7 +182,7 @@ class CopyHead(nn.Module):
 
     def mixture(self, x: Tensor, batch, sequences: Sequences, project: Callable,
                 pointer_sums: Callable) -> Mixture | None:
-        """For the loss of `batch` from what the head sees, x (n, width); None without a copy head.
+        """The mixture for the loss of `batch`, from the head's input x (n, width); None without a copy head.
 
         `project` and `pointer_sums` are those of this package, or their references.
         """

@@ -2,15 +2,15 @@
 
     matching_t = log Σ_j [token j+1 = target t] e^s_tj        every_t = log Σ_j e^s_tj
 
-State j predicts token j + 1, so a key that is like the query marks a like context, and matching − every is
-the logarithm of what a pointer to earlier states gives to the target. That is induction, as one head at the
-output.
+State j predicts token j + 1, so a key that is like the query marks a similar context. And matching − every is
+the logarithm of the probability that a pointer to earlier states gives to the target. This is induction, by
+one head at the output.
 
 Queries and keys have the norm √channels, so no score is above scale · channels, and the sums need no maximum
-of the scores. No score is kept: memory grows with the tokens, not with their square. Backward computes the
-scores again; with the gradients g and h of both sums that of a score is g [match] e^(s − matching) +
-h e^(s − every). One launch makes q's gradient by rows and one k's by columns, so repeated runs are equal bit
-for bit.
+of the scores. No score is kept: memory grows with the tokens, not with their square. The backward pass
+computes the scores again. If g and h are the gradients of the two sums, a score has the gradient g [match]
+e^(s − matching) + h e^(s − every). One launch makes q's gradient by rows and another k's by columns, so
+repeated runs are equal bit for bit.
 """
 import math
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ LARGEST = 40.0   # e^(-2 · 40) is about the least that float32 holds.
 
 def block_reference(q: Tensor, k: Tensor, follower: Tensor, target: Tensor, places: tuple[Tensor, ...],
                     scale: float) -> tuple[Tensor, Tensor]:
-    """Both sums of some rows, (rows,) each, over some keys. `places`: of rows, keys and their sequences."""
+    """Both sums of some rows, (rows,) each, over some keys. `places`: of rows, keys, rows' sequences."""
     row, key, first = places
     earlier = (key < row[:, None]) & (key >= first[:, None])
     scores = (scale * (q @ k.mT)).to(torch.promote_types(q.dtype, torch.float32))

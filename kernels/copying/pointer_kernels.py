@@ -2,9 +2,9 @@
 
 Queries and keys have the norm √channels, so no score is above `bound`, and sums of 2^(score − bound) need no
 maximum. Scores are in units of log 2. A row t and a key j take part in a sum if j < t in one sequence. Only
-the first tiles of a program and the last ones can hold pairs that do not, so only there a mask is applied.
-Loops over keys say themselves how many stages they have. Triton would otherwise load what no matmul reads,
-the followers, only when it is needed.
+the first and the last tiles of a program can hold other pairs, so only these tiles are masked. Loops over
+keys set their number of stages themselves. Otherwise Triton would load the followers, which no matmul reads,
+only when they are needed.
 """
 from kernels.attention.bounded_kernels import dot, keys_of, load_rows, own_tile, powers
 from kernels.backend import tl, triton

@@ -49,7 +49,7 @@ one. `paired` is this order in plain PyTorch.
 **Accumulation.** Forward matmuls use Hopper's fast accumulation, which keeps fewer bits of the sum. Gradients
 use the exact one (`fast` of `fp8_matmul`).
 
-**Autograd.** It demands that a gradient has its tensor's dtype, so no FP8 tensor may pass from one autograd
+**Autograd** demands that a gradient has its tensor's dtype, so no FP8 tensor may pass from one autograd
 function to another with a gradient. `Quantized` carries FP8 numbers beside a stand-in, through which the
 gradient flows in bfloat16.
 
@@ -58,9 +58,9 @@ about 650. The MLP, forward and backward, takes 1,521 µs where compiled bfloat1
 what follows take 805 µs where our bfloat16 kernels take 1,199. Against float64 the gradients of the MLP's
 weights are off by 8.1% and 5.8% (W_in and W_out), where bfloat16 gradients of the same FP8 activations are
 off by 5.3% and 4.4%. Validation losses, one run a side: 3.2756 with the MLP's forward and input gradient in
-FP8, 3.2744 in bfloat16; in a shorter run 3.6222 and 3.6248 (two seeds) with its weight gradients as well,
-3.6213 without; 3.2804 with Q, K and V in FP8, 3.2796 without. The head in FP8 is from modded-nanogpt
-(@YouJiacheng).
+FP8, 3.2744 in bfloat16; in a shorter run 3.6222 and 3.6248 (two seeds) with the MLP's weight gradients in
+FP8 as well, 3.6213 without; 3.2804 with Q, K and V in FP8, 3.2796 without. The head in FP8 is from
+modded-nanogpt (@YouJiacheng).
 """
 from typing import NamedTuple
 
@@ -116,7 +116,7 @@ def rounding_slack(device: torch.device) -> float:
 
 @triton.jit
 def packed(low, high, dtype: tl.constexpr):
-    """Both in FP8, as one 16-bit number.
+    """`low` and `high` in FP8, as one 16-bit number.
 
     They are joined before the conversion, because the conversion takes two numbers at a time and leaves them
     in one register.

@@ -34,9 +34,9 @@ NEURON_CONFIGS = [(8, 256, 8), (4, 256, 4), (16, 256, 8), (16, 256, 16), (32, 25
 
 class Rates(NamedTuple):
     """How the averages move. The tensors may change from step to step without a new compiled program."""
-    beta: Tensor  # 0-dim: of the momentum
-    slow_share: Tensor  # 0-dim: of the slow average in the momentum's place
-    slow_beta: float
+    beta: Tensor  # 0-dim: factor of the momentum in each step
+    slow_share: Tensor  # 0-dim: share of the slow average where both are mixed
+    slow_beta: float  # factor of the slow average in each step
 
 
 def nesterov_momentum_reference(grad: Tensor, momentum: Tensor, slow: Tensor | None, rates: Rates,
@@ -61,8 +61,8 @@ def neuron_update_reference(weight: Master, update: Tensor, second: Tensor, rule
     `second` (n, rows, 1) float32 is the running mean square of each neuron's update. Dividing by its root
     keeps the matrix's norm. `rule.lr` is (n, 1, 1). With `neuron_norm` False this is plain Muon.
 
-    The matrix's norms before and after both follow from its rows' mean squares. Computing them from the
-    elements would take two more passes.
+    The matrix's norms before and after the division follow from the mean squares of its rows. Computing the
+    norms from the elements would take two more passes.
     """
     update = update.to(second.dtype)
     if neuron_norm:
@@ -128,10 +128,10 @@ def at_least(x, least):
 @triton.jit
 def neuron_squares_kernel(update_ptr, second_ptr, sums_ptr, rows, columns, step, ROWS: tl.constexpr,
                           COLUMNS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Updates `second`, and adds up over the program's rows what gives a matrix's norms before and after.
+    """Updates `second`, and sums over the program's rows the mean squares before and after the division.
 
-    The last rows come first: the matmul before wrote them last, so L2 may still hold them. It then holds the
-    first rows for `neuron_update_kernel`.
+    The first programs take the last rows: the matmul before wrote these last, so L2 may still hold them. At
+    the end L2 holds the first rows, where `neuron_update_kernel` begins.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     _, row, live = rows_of(program, rows, ROWS)

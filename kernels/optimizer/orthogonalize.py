@@ -7,13 +7,14 @@ to PX, makes the last step a plain matmul that reads each X once; in bfloat16 th
 normalisation makes no pass over X: the diagonal scale s is computed from the first A, which is rescaled on
 both sides (m·m elements), and X's own scaling is folded into the first P as P·diag(s).
 
-Two steps at once, where X is more than twice as long as wide: every second step works on m·m matrices alone,
-and X is read once for both. A ← PAP = aW + EW with E = bA + cA² and W = PA = aA + EA; these matrices commute,
-so their products are symmetric. P's aI is never rounded. In a matrix that one direction dominates, as in
-gradients, P is 8 for all other directions and 1 for that one; bfloat16 leaves an error of ±0.016 on an 8,
-which undoes that direction, and training diverged. All m·m matrices but the one that meets X are float16,
-because their singular values lie in [0, 1.3] and their last bits matter. Two steps at once then come as near
-to the polar factor as one by one; three do not.
+If X is more than twice as long as wide, two steps are taken at once: every second step works on m·m matrices
+alone, and X is read once for both. The next A is PAP = aW + EW with E = bA + cA² and W = PA = aA + EA; these
+matrices commute, so their products are symmetric. P = aI + E is never stored, and so never rounded. In a
+matrix that one direction dominates, as in gradients, P is 8 for all other directions and 1 for the dominant
+one. Then bfloat16 rounds each 8 by up to ±0.016, which undoes the dominant direction, and training diverged.
+All m·m matrices but the one that multiplies X are float16, because their singular values lie in [0, 1.3] and
+their last bits matter. So two steps at once come as near to the polar factor as two single steps; three at
+once do not.
 
 Two normalisations bring the singular values into [0, 1]:
 
@@ -172,8 +173,8 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         return
     del methods["AOL 5"]
     for shape in ((2, 130, 70), (3, 33, 129), (2, 150, 40), (1, 1, 9)):
-        # A single singular value is 1, where the terms of the first polynomial cancel: its rounding is left
-        # to chance.
+        # A matrix with one row or column has one singular value, which is 1. There the terms of the first
+        # polynomial cancel, and chance decides their rounding error.
         slack = 100 * torch.finfo(dtype).eps if min(shape) == 1 else 1e-6
         for name, (triples, normalisation) in methods.items():
             how = dict(triples=triples[:3], normalisation=normalisation)  # three steps launch every kernel

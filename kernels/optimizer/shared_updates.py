@@ -4,14 +4,14 @@
 
 g_t is the gradient of token t's row in a table of tokens: the embedding, the head or a value embedding. The
 features of GPT-2's tokens are their class, their root and their form (data/classes.py), with shares of 0.3,
-0.15 and 0.15. It is as if each row were a sum of four, its own and one for each feature, and each of them had
-an Adam of its own; fastText has such sums (Bojanowski et al., arXiv 1607.04606). But no such row is stored:
-its updates are added to the token's own. A token that is alone with a feature keeps that share to itself,
-so only the 18,361 features that several tokens have need moments.
+0.15 and 0.15. It is as if each row were a sum of four rows, its own and one for each feature, and each of the
+four had an Adam of its own; fastText has such sums (Bojanowski et al., arXiv 1607.04606). But the rows of
+features are not stored: their updates are added to the tokens' rows. A token that is alone with a feature
+keeps the feature's share to itself, so only the 18,361 features that several tokens have need moments.
 
-Ranks update rows of their own, while the tokens of a feature may lie on any of them. So each rank sums the
-gradients of its own rows, and then features go the way of all weights: a reduce-scatter of the sums, an
-update of a part of the features, an all-gather of their updates.
+Each rank updates rows of its own, while the tokens of a feature may lie on any rank. So each rank sums the
+gradients of its own rows by feature. Then the features go the way of all weights: a reduce-scatter of these
+sums, an update of a part of the features, an all-gather of the updates.
 """
 import math
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ SHARES = 0.3, 0.15, 0.15    # of a token's class, its root and its form in its u
 class Features(NamedTuple):
     """The features that several tokens have, numbered from 0, and these tokens, or those of one rank."""
     of_token: Tensor    # (tokens, features of a token) int64; 0 where a token is alone with its feature
-    shares: Tensor      # like it, float32: of the token's update; 0 where it is alone, which is its own share
+    shares: Tensor      # like `of_token`, float32: share of a token's update; 0 where the token is alone
     rows: Tensor        # (pairs,) int32, ascending: features …
     tokens: Tensor      # … and a token that has each, int64
     count: int
@@ -44,11 +44,10 @@ class Features(NamedTuple):
 
 def number_features(features: np.ndarray, rows: int, device: torch.device, rank: int = 0,
                     ranks: int = 1) -> Features:
-    """Tokens with the same number in a column of `features` (tokens, n) share that feature.
+    """The features, with the tokens in the rank's equal part of a table's rows, numbered from 0.
 
-    Rows of a table beyond the tokens have none.
-
-    The tokens are those of the rank's equal part of the rows, numbered from 0.
+    Tokens with the same number in a column of `features` (tokens, n) share that feature. Rows of the table
+    beyond the tokens have no feature.
     """
     of_token = np.zeros((rows, features.shape[1]), np.int64)
     shares, count = np.zeros(of_token.shape, np.float32), 0
@@ -68,7 +67,7 @@ def number_features(features: np.ndarray, rows: int, device: torch.device, rank:
 
 
 def feature_sums(add: Callable, grads: Tensor, features: Features, sums: Tensor) -> Tensor:
-    """`sums` (features, tables, width) of grads (tables, tokens, width), written over. More rows become 0.
+    """Write sums of grads (tables, tokens, width) over `sums` (features, tables, width). Other rows become 0.
 
     `add` is `add_rows` or its reference.
     """
@@ -80,10 +79,10 @@ def feature_sums(add: Callable, grads: Tensor, features: Features, sums: Tensor)
 
 def feature_update_reference(sums: Tensor, first: Tensor, second: Tensor, steps: Tensor, finite: Tensor,
                              betas: tuple[float, float]) -> None:
-    """Of `sums` (features, tables, width), the features' gradients, make Adam's updates, in place.
+    """Turn `sums` (features, tables, width), which are the features' gradients, into Adam's updates in place.
 
-    The moments, float32 and of the shape of `sums`, change as well. `steps` and `finite`: as in Adam, before
-    it counts this step.
+    The moments, float32 and of the shape of `sums`, change as well. `finite` is as in Adam, and `steps` as
+    before Adam counts this step.
     """
     grads = torch.where(finite, sums, 0).to(first.dtype)
     sums.copy_(adam_direction(grads, first, second, steps + 1, betas))
@@ -120,23 +119,23 @@ class SharedUpdates:
     """The features' part of a group's updates."""
 
     def __init__(self, features: np.ndarray, tables: list[Tensor], world):
-        """For tables (rows, width) of tokens. Of their `features` (tokens, 3) equal ones in a column are one.
+        """`tables` (rows, width) of tokens. Equal numbers in a column of `features` (tokens, 3) are one.
 
         `world`: the program's ranks.
         """
         self.collectives, self.rank, (rows, width) = world.collectives, world.rank, tables[0].shape
         ranks, like = self.collectives.size, dict(dtype=tables[0].dtype, device=tables[0].device)
         self.features = number_features(features, rows, like["device"], self.rank, ranks)
-        each = -(-self.features.count // ranks)     # The last rank may have some that no token has.
+        each = -(-self.features.count // ranks)     # The last part may exceed the features.
         zeros = self.collectives.zeros if ranks > 1 else torch.zeros
         self.sums = zeros(each * ranks, len(tables), width, **like)
-        # Of one rank alone, whose collectives do nothing, the part is the whole.
+        # The collectives of a single rank do nothing, so there the part is the whole.
         self.part = zeros(each, len(tables), width, **like) if ranks > 1 else self.sums
         self.moments = [torch.zeros(self.part.shape, device=like["device"]) for _ in range(2)]
 
     def update(self, ops, grad: Tensor, steps: Tensor, finite: Tensor,
                betas: tuple[float, float]) -> Shared:
-        """For this rank's rows (numbers,) of which `grad` is the summed gradient. `ops`: the program's."""
+        """For this rank's rows, from their summed gradient `grad` (numbers,). `ops`: those of the program."""
         _, tables, width = self.sums.shape
         add = add_several if ops.lookup is lookup else add_rows_reference      # as the look-ups' gradients
         feature_sums(add, grad.view(tables, -1, width), self.features, self.sums)
@@ -146,7 +145,7 @@ class SharedUpdates:
         return Shared(self.sums, self.features.of_token, self.features.shares)
 
     def load(self, moments: list[Tensor]) -> None:
-        """Take this rank's part of the moments of all features, and perhaps of some that no token has."""
+        """Take this rank's part of the moments of all features, which may be padded to another length."""
         for mine, whole in zip(self.moments, moments):
             fitted = F.pad(whole, (0, 0, 0, 0, 0, len(self.sums) - len(whole)))     # or cut
             mine.copy_(fitted.chunk(self.collectives.size)[self.rank])
@@ -168,7 +167,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         return args[:3]
 
     rows, width = (50304, 768) if size == "real" else (70, 24)
-    # As many tokens of a feature as GPT-2's tokens of a class, a root and a form have in the mean.
+    # A feature has as many tokens as a class, a root and a form of GPT-2's tokens have in the mean.
     features = np.stack([np.arange(rows) * 2 // 3, np.arange(rows) * 5 // 16, np.arange(rows) // 13], 1)
     yield Example(
         "sums over tokens of like spelling", f"{rows:,} × {width}", partial(inputs, rows, width, features),

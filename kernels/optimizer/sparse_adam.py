@@ -1,20 +1,20 @@
 """Adam with β₁ = 0 on the rows that have a gradient: v̂ ← β₂^gap v̂ + (1 − β₂) g², w ← w − lr g / √v̂.
 
-Without a first moment, a row whose gradient is zero stays where it is, so leaving it out changes nothing. Its
-mean square would have shrunk meanwhile: it is shrunk when the row is next touched, by the number of updates
-since (the gap). The gradient is that of the listed rows alone (kernels/ngrams/row_gradients.py). For a long
-table the update then moves 16 bytes for each element of those rows, including the gradient's zeroing, where
-dense Adam moves 28 bytes for each element of the table. A listed row whose gradient is all zero costs its
-reading and changes no bit.
+Without a first moment, a row whose gradient is zero stays where it is, so leaving it out changes no weight.
+But each update would have shrunk the row's mean square. The kernel makes up for that when the row is next
+touched, by the number of updates since the last one (the gap). The gradient is that of the listed rows alone
+(kernels/ngrams/row_gradients.py). For a long table the update then moves 16 bytes for each element of those
+rows, including the gradient's zeroing, where dense Adam moves 28 bytes for each element of the table. A
+listed row whose gradient is all zero is read, but no bit of it changes.
 
 Neighbouring columns may share a mean square (a block, as in Adam-mini, arXiv 2406.16793). A row that is seen
-once then moves along its gradient and not along the gradient's signs, and the state nearly disappears: half
-of those 16 bytes.
+once then moves along its gradient and not along the gradient's signs. The mean squares, which make half of
+the 16 bytes, nearly disappear.
 
 A weight in bfloat16 is its own master and is rounded at each update. Rarely read rows move by a full step or
-not at all, so mantissa bits would not matter, and they would double the table: two H200s, whole runs, 3.2692
-with them and 3.2683 without. One H200, 400,000 rows read of 33,554,432 × 32: 247 µs, where a compiled update
-of the whole table takes 5,308.
+not at all, so mantissa bits would not matter, but they would double the table. Whole runs on two H200s end at
+3.2692 with these bits and at 3.2683 without. One H200, 400,000 rows read of 33,554,432 × 32: 247 µs, where a
+compiled update of the whole table takes 5,308.
 """
 import math
 from collections.abc import Iterator
@@ -38,7 +38,8 @@ def row_adam_reference(weight: Tensor, grad: Tensor, second: Tensor, last: Tenso
 
     `second` (rows, width / block) float32 is the running mean square of each block of columns, as of the
     row's last update. `last` (rows,) float32 is the number of that update, and `steps` (0-dim float32) counts
-    all updates. A CPU gathers the rows that have a gradient first, which a GPU would have to wait for.
+    all updates. On a CPU the rows that have a gradient are gathered first. On a GPU the host would have to
+    wait for that.
     """
     if not weight.is_cpu:
         return update_rows(weight, grad, second, last, steps, rule, beta2)

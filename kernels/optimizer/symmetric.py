@@ -4,8 +4,8 @@ This saves half the FLOP (m·m·k instead of 2·m·m·k), and the output equals 
 needs no transposed copy: pass `x.mT`, and the kernel follows the strides. The first matmul can also sum |A|
 along its rows, which is what AOL's normalisation needs (orthogonalize.py). All matrices come in batches.
 
-One H200: 1.7 to 1.8 times torch's speed at 4096² and 8192². For 1 to 32 matrices of 768 rows, A takes 0.8 to
-1.3 times and P 1.4 to 1.7 times torch's speed; at 2048² it is 1.0 and 1.1 times (kernels/README.md). In the
+One H200: 1.7 to 1.8 times torch's speed at 4096² and 8192². For 1 to 32 matrices of 768 rows, X Xᵀ has 0.8 to
+1.3 and the polynomial 1.4 to 1.7 times torch's speed, at 2048² 1.0 and 1.1 times (kernels/README.md). In the
 speedrun, @byronxu99 first used symmetric matmuls for Muon (record 27); these kernels are our own.
 """
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from kernels.example import Example
 
 # (tile, depth, warps, stages), timed by `kernels.bench --sweep`. The first is the usual one: with three
 # stages and 128 registers a thread, two programs share a multiprocessor. The second is for rows whose
-# elements are not contiguous (XᵀX). The third is for fewer than FEW of the first's tiles, or twice as many
-# with short sums, which would leave many of an H200's 132 multiprocessors idle.
+# elements are not contiguous (XᵀX). The third is for fewer than FEW tiles of the first's size, or 2 FEW if
+# sums are short. So few would leave many of an H200's 132 multiprocessors idle.
 CONFIGS = [(128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 4), (128, 64, 4, 4)]
 FEW = 64
 Tuned = tuple[int, int, int, int]
@@ -55,7 +55,7 @@ def triangle_tile(index):
 
 @triton.jit
 def grouped_triangle_tile(index, tiles, GROUP: tl.constexpr):
-    """The same tiles in bands of GROUP rows, column by column: neighbours in time share operands in L2."""
+    """The triangle in bands of GROUP rows, column by column: tiles near in time share operands in L2."""
     row, _ = triangle_tile(index)
     first = row // GROUP * GROUP
     height = min(GROUP, tiles - first)
@@ -117,7 +117,7 @@ def symmetric_kernel(x_ptr, y_ptr, out_ptr, sums_ptr, column_scale_ptr, m, k, x_
     if i == j:
         acc = tl.where(rows[:, None] >= columns[None, :], acc, tl.trans(mirrored))
     tl.store(out_ptr + rows[:, None] * m + columns[None, :], acc, mask=inside)
-    if i != j:  # A branch of its own: as the `else` of the one above, ptxas waits for every single wgmma.
+    if i != j:  # As the `else` of the branch above, it would make ptxas wait for every single wgmma.
         tl.store(out_ptr + columns[None, :] * m + rows[:, None], mirrored, mask=inside)
 
 
@@ -173,7 +173,7 @@ def gram(x: Tensor, dtype: torch.dtype | None = None, tuned: Tuned | None = None
 
 def gram_with_row_sums(x: Tensor, dtype: torch.dtype | None = None,
                        tuned: Tuned | None = None) -> tuple[Tensor, Tensor]:
-    """A = X Xᵀ as `gram` and float32 partial sums (batch, parts, m): summed over the parts, row i of |A|."""
+    """A = X Xᵀ as `gram` and float32 partial sums (batch, parts, m), which add up to |A|'s row sums."""
     _check_batch(x)
     tuned = tuned or _config(x)
     parts = triton.cdiv(x.shape[1], tuned[0])

@@ -9,17 +9,17 @@ buffers of the others. So `PeerCopies` makes each collective of three steps, on 
     copies: from each other rank one; at the same time no two ranks read from the same one
     barrier: every rank's source has been read, and may change
 
-A rank copies its own part before the first barrier. For a sum the copies are then added up, in float32 and in
-the order of the ranks: the sum is rounded once and its bits repeat. A sum of two ranks needs no copy of the
-own part. Four H200s, ms a step of three sizes: 12.7, 23.7, 35.2, by NCCL 13.1, 24.0, 35.7.
+A rank copies its own part before the first barrier. For a sum the rank then adds the copies up, in float32
+and in the order of the ranks: the sum is rounded once and its bits repeat. In a sum of two ranks it needs no
+copy of its own part. Steps of three sizes take 12.7, 23.7, 35.2 ms on four H200s, by NCCL 13.1, 24.0, 35.7.
 
 torch has the same algorithm for two collectives: `torch.ops.symm_mem._low_contention_all_gather` and
-`_low_contention_reduce_scatter` (Yifu Wang; https://github.com/pytorch/pytorch/pull/130583). Ours is still
-here because those are private and allocate their outputs, while the optimizer's buffers stay in place;
-because there is no all-reduce and no all-to-all among them; and because ours has a stream of its own. They
-have not been timed beside ours. Two traps that we found: torch clears the memory of the barriers' signals
-without waiting for it (`PeerCopies.zeros`), and a stream from torch's pool may be the one on which graphs are
-recorded (kernels/streams.py).
+`_low_contention_reduce_scatter` (Yifu Wang; https://github.com/pytorch/pytorch/pull/130583). `PeerCopies` is
+here because torch's two are private and allocate their outputs, while the optimizer's buffers stay in place;
+because torch has no all-reduce and no all-to-all of this kind; and because `PeerCopies` has a stream of its
+own. Nobody has timed torch's two beside it. We found two traps: torch clears the memory of the barriers'
+signals without waiting for it (`PeerCopies.zeros`), and a stream from torch's pool may be the one on which
+graphs are recorded (kernels/streams.py).
 """
 
 import os
@@ -55,7 +55,8 @@ class RankError(Exception):
 def with_others(counted: bool = True) -> Iterator[None]:
     """RankError where torch.distributed fails inside, because another rank has ended or hangs.
 
-    The watchdog counts it, but not in a thread of its own (`counted` false): only the program's is looked at.
+    The block counts as progress for the watchdog, which looks at the program's main thread alone. So blocks
+    in another thread are not `counted`.
     """
     progress.count += counted
     try:
@@ -93,8 +94,8 @@ def wait(work: Work) -> None:
 class Collectives:
     """Collectives by torch.distributed, between the ranks of `group`: by default all of them.
 
-    Each starts when the current stream comes to it and returns at once; `wait` for what it returns. With one
-    rank nothing starts.
+    Each method returns at once, and its collective starts when the current stream comes to it; `wait` for
+    what the method returns. With one rank nothing starts.
     """
 
     def __init__(self, size: int, group: dist.ProcessGroup | None = None):
@@ -147,8 +148,8 @@ def can_copy(device: torch.device) -> bool:
 def shared_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that other ranks may read after a rendezvous. torch may still be clearing it.
 
-    torch finds its strides by functions for symbolic sizes, whose import of sympy took 2.8 s of a start
-    (2×H200). Here they are those of a meta tensor.
+    By itself torch finds the strides by functions for symbolic sizes, whose import of sympy took 2.8 s of a
+    start (2×H200). Here the strides are those of a meta tensor.
     """
     from torch.distributed import _symmetric_memory  # not in every build of torch
     strides = mock.patch.object(torch._prims_common, "make_contiguous_strides_for",
@@ -171,23 +172,24 @@ class PeerCopies(Collectives):
         self.memories: dict[int, object] = {}  # `_SymmetricMemory` by the address of what the others can read
         self.staging: dict[tuple[int, torch.dtype], Tensor] = {}  # buffers for the rest, by length
         # Fail now if the driver shares no memory. And load the kernels now: CUDA may wait for an idle GPU
-        # before a kernel's first launch, and torch's barrier holds Python's lock meanwhile. Later that could
-        # be behind a collective that waits for a stopped rank, and no watchdog would run.
+        # before a kernel's first launch, and torch's barrier holds Python's lock meanwhile. Later CUDA could
+        # wait like this for a collective that waits for a stopped rank, and no watchdog would run.
         device = torch.device("cuda", torch.cuda.current_device())
         self.all_reduce(self.zeros(1, dtype=torch.float32, device=device))
         torch.cuda.synchronize(device)
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         from torch.distributed import _symmetric_memory  # not in every build of torch
-        # Making such memory and the rendezvous hold Python's lock. If they had to wait for a rank that is
-        # stopped, or for a collective that does, no watchdog would run. So they wait here, without it.
+        # Making symmetric memory and the rendezvous hold Python's lock. If they had to wait for a stopped
+        # rank, or for a collective that does, no watchdog would run. So this rank waits here, without the
+        # lock.
         torch.cuda.synchronize(device)
         with with_others():
             dist.barrier(self.group)
         x = shared_memory(shape, dtype, device).zero_()
         # torch clears x, and the memory through which barriers signal, on the default stream, and does not
-        # wait. On a rank with a long queue that would wipe out the first signal of a faster rank, which this
-        # rank then awaits for ever.
+        # wait. On a rank with a long queue the clearing would wipe out the first signal of a faster rank, and
+        # this rank would wait for that signal for ever.
         torch.cuda.synchronize(device)
         self.memories[x.untyped_storage().data_ptr()] = _symmetric_memory.rendezvous(x, self.group)
         return x
@@ -233,7 +235,7 @@ class PeerCopies(Collectives):
             copy(self.rank)
         memory.barrier(timeout_ms=limit)
         for step in range(1, self.size):
-            copy((self.rank + step) % self.size)  # In each step every rank reads from another one.
+            copy((self.rank + step) % self.size)  # In a step no two ranks read from the same rank.
         memory.barrier(timeout_ms=limit)
 
     def add_up(self, out: Tensor, source: Tensor, own_part: bool) -> None:

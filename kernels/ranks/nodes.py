@@ -1,16 +1,16 @@
 """Collectives of several nodes: inside a node by the GPUs' copies, between nodes by torch.distributed.
 
-Weights and gradients move in two halves, so that the slow network between N nodes carries each number once
-for a node, not once for each of its L GPUs. Rank n L + l is GPU l of node n:
+Weights and gradients move in two halves. So the slow network between N nodes carries each number once for a
+node, not once for each of the node's L GPUs. Rank n L + l is GPU l of node n:
 
-    sum       inside   GPU l gets the node's sum of the parts of all ranks with its number, (N, part)
-              between  these N ranks sum those, and each keeps its own part
-    gather    between  GPU l gets the parts of all ranks with its number, (N, part)
-              inside   the L GPUs of a node give each other theirs
+    sum       inside   GPU l gets the node's sum of the parts of all ranks with number l, (N, part)
+              between  the N ranks with number l sum these, and each keeps its own part
+    gather    between  GPU l gets the parts of all ranks with number l, (N, part)
+              inside   the L GPUs of a node give each other these parts
 
-What is short, or goes from each rank to every other one, is left to torch.distributed between all ranks: a
-sum in two halves could be rounded differently on the ranks of one node, whose small weights would drift
-apart.
+torch.distributed between all ranks moves what is short, and what goes from each rank to every other one. A
+short sum in two halves could be rounded differently on the ranks of one node, and their copies of the small
+weights would drift apart.
 """
 from functools import cache
 
@@ -24,7 +24,7 @@ from kernels.streams import beside
 
 @cache
 def groups(inside: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's node, of `inside` ranks, and the ranks of other nodes with its number. All must call."""
+    """This rank's node, of `inside` ranks, and the ranks with its number on all nodes. All must call."""
     rank, size = dist.get_rank(), dist.get_world_size()
     nodes = [dist.new_group(range(first, first + inside)) for first in range(0, size, inside)]
     between = [dist.new_group(range(first, size, inside)) for first in range(inside)]
@@ -32,7 +32,7 @@ def groups(inside: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 class Nodes(Collectives):
-    """Collectives of ranks that lie node by node. `stream`: where the halves follow each other, on GPUs."""
+    """Collectives of ranks that lie node by node. On GPUs both halves run on `stream`."""
 
     def __init__(self, inside: Collectives, between: Collectives, stream: torch.cuda.Stream | None = None):
         super().__init__(inside.size * between.size)

@@ -3,7 +3,7 @@
 A step's forward pass has stops: "embedding", "n-grams", "layer 0", "mlp 0", "layer 1", …, "head". Its
 backward pass comes by them in reverse; "mlp 0" lies between layer 0's attention and its MLP. `timetable`
 makes lists of transfers from the kind of step and from the rounds in which each group of parameters sends;
-those depend on the number of ranks. `Optimizer` in train_gpt.py works through the lists, and `python
+the rounds depend on the number of ranks. `Optimizer` in train_gpt.py works through the lists, and `python
 train_gpt.py --timetable 4` prints them. tests/timetable.txt pins the lists for four ranks and the rounds for
 1, 2, 4 and 8; a test compares them with what a step really sends.
 
@@ -31,7 +31,7 @@ UPDATE = "update"  # the place after the backward pass
 class Traffic(NamedTuple):
     """What a group of parameters asks of the ranks."""
     group: str
-    rounds: list[str]  # the stop of each round, which one collective takes; empty: sends nothing
+    rounds: list[str]  # the stop of each round; one collective makes a round; empty: the group sends nothing
     every_step: bool  # updated in every step, not only in those that update Adam's groups
     replicated: bool = False  # too small to share out: every rank makes the whole update
 
@@ -75,7 +75,7 @@ def stops_of(layers: int) -> list[str]:
 def rounds_by_use(traffic: list[Traffic], stops: list[str], adam: bool) -> list[tuple]:
     """(place in `stops`, group, round) of all that is updated and shared out, by first use.
 
-    `adam`: the groups that are not updated in every step are due.
+    `adam`: whether to include the groups that are not updated in every step.
     """
     uses = [(stops.index(stop), one.group, i) for one in traffic
             if (adam or one.every_step) and not one.replicated for i, stop in enumerate(one.rounds)]
@@ -86,8 +86,9 @@ def timetable(traffic: list[Traffic], layers: int, adam_updated: bool, update_ad
               overlap: bool = True) -> Timetable:
     """The transfers of a step of a model with so many layers.
 
-    adam_updated, update_adam: the step before, and this one, update the groups that are not updated in every
-    step. Without `overlap` all gathers come before the first stop and all sums after the backward pass.
+    adam_updated and update_adam say whether the step before, and this one, update the groups that not every
+    step updates. Without `overlap` all gathers come before the first stop and all sums after the backward
+    pass.
     """
     stops = stops_of(layers)
     at_start = [stop for stop in stops if not stop.startswith("mlp")]   # where weights are needed
@@ -124,7 +125,7 @@ def of_the_model(has_ngrams: bool) -> list[Transfer]:
 def updates_of(traffic: list[Traffic], sums: list[Transfer]) -> list[Update]:
     """These groups' updates, in the order in which their last sums start, and so arrive.
 
-    What has no sums is complete when the backward pass is, and comes first then.
+    A group without sums is complete when the backward pass is, and then comes first.
     """
     last = {transfer.what: place for place, transfer in enumerate(sums)}
     found = []

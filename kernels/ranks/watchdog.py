@@ -1,20 +1,21 @@
 """Notices a rank that no longer answers or goes on, so that nobody waits for it for ever.
 
-A collective waits ten minutes for every rank (`PATIENCE` in collectives.py). A process that was killed is
-noticed by the launcher. One that was stopped is not, nor a machine that is gone, nor a program that hangs. So
-every rank tells a store that it lives and how far its program has come, once a second and by a thread of its
-own, and looks for the others.
+A collective waits ten minutes for every rank (`PATIENCE` in collectives.py). The launcher notices a process
+that was killed, but not a process that was stopped, a machine that is gone or a program that hangs. So a
+thread of every rank tells a store once a second that the rank lives and how far its program has come, and
+reads what the other ranks tell.
 
-How far is a count of the steps and the waits for other ranks that the program has begun. These are the same
-on all ranks. If no rank's count moves, and some are lower than the others, then those ranks hang, and the
-others wait for them. `Judge` finds them after a minute, but only ranks that are inside a step of the timed
-run. Elsewhere one rank alone may take minutes: it compiles, reads a disk, writes the log or a checkpoint,
-scores more slowly, or somebody holds its terminal. There it has nine tenths of the ten minutes.
+How far a program has come is a count of the steps and the waits for other ranks that it has begun. The counts
+are the same on all ranks. If no rank's count moves, and some counts are lower than the others, then the ranks
+with the lowest count hang, and the others wait for them. `Judge` finds hung ranks after a minute, but only if
+they are inside a step of the timed run. Elsewhere one rank alone may take minutes: it compiles, reads a disk,
+writes the log or a checkpoint, scores more slowly, or somebody holds its terminal. There a rank has nine
+tenths of the ten minutes.
 
-Three cases remain. Where a GPU hangs and not the program, the counts may be equal, and then nobody is named
-and the collective's own limit ends the run. Or they differ by what the programs have queued, and the rank
-that is named is only the one behind. A program that hangs and holds Python's lock stops this thread as well,
-and looks like a process that was stopped.
+Three cases remain. If a GPU hangs and not the program, the counts may be equal. Then no rank is named, and
+the collective's own limit ends the run. Or the counts differ, because the programs have queued different
+amounts, and the rank that is named is only the one behind. A program that hangs and holds Python's lock stops
+the watchdog's thread as well, and looks like a process that was stopped.
 """
 import json
 import os
@@ -69,8 +70,8 @@ class Judge:
 
     def __init__(self, size: int, hang: float, patience: float, now: float):
         self.hang, self.patience = hang, patience       # how long nobody may go on, in a step and elsewhere
-        self.told, self.moved = [Told(0, False)] * size, [now] * size       # last, and when its count moved
-        self.looked, self.slowest = now, 0.0            # the longest that a rank stood in a step, and went on
+        self.told, self.moved = [Told(0, False)] * size, [now] * size       # by rank: last told, last moved
+        self.looked, self.slowest = now, 0.0            # last look; longest pause in a step
 
     def hung(self, told: list[Told], now: float) -> list[int]:
         """The ranks for which all others wait, by what each rank says `now`."""
@@ -93,7 +94,7 @@ class Judge:
 
 
 class Watchdog:
-    """Ends this process if another rank is silent or hangs; `on_loss` is called with one line before.
+    """Ends this process if another rank is silent or hangs; before that, it calls `on_loss` with the reason.
 
     The store is the launcher's, at MASTER_ADDR and MASTER_PORT. A lost rank on this machine is killed, since
     a stopped process does not follow the launcher's wish to end. `patience` is that of collectives, seconds.

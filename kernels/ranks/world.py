@@ -32,7 +32,7 @@ def hash_bits(x: Tensor) -> Tensor:
     places, sums = torch.arange(min(len(words), PIECE), device=x.device), []
     for first in range(0, len(words), PIECE):
         piece = words[first:first + PIECE]
-        # An odd factor loses no bit, and another one for each place tells an exchange of words.
+        # An odd factor loses no bit. Each place has its own factor, so an exchange of two words shows.
         sums.append(((piece ^ piece >> 32) * (2 * (places[:len(piece)] + first) + 1)).sum())
     return torch.stack(sums).sum()
 
@@ -68,16 +68,16 @@ class World:
                 raise RankError(f"{local + 1} or more processes on a machine with {count} GPUs; "
                                 f"use --nproc_per_node={count}")
             torch.cuda.set_device(self.device)
-            # With a workspace cuBLASLt clears it before every FP8 matmul, which takes 0.7% of a step.
+            # cuBLASLt would clear a workspace before every FP8 matmul, which takes 0.7% of a step.
             os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")
-            # Before it ends a rank that it gives up, torch would write a report that nobody reads, and sleep
-            # four times as long as that may take: 60 s by default, and 2 s with this.
+            # Before torch ends a rank, it would write a report that nobody reads, and then sleep for four
+            # times the report's time limit: 60 s by default, and 2 s with this setting.
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
         self.watchdog = None
         if self.size > 1:
             try:
-                # With a name that nobody knows torch would try for as long as the ranks have patience.
+                # torch would try an address that nobody knows for as long as PATIENCE.
                 socket.getaddrinfo(os.environ["MASTER_ADDR"], None)
                 dist.init_process_group("nccl" if on_gpu else "gloo", timeout=PATIENCE,
                                         device_id=self.device if on_gpu else None)
@@ -120,7 +120,7 @@ class World:
         """RankError, on all ranks, if a tensor differs between ranks. Only hashes travel; the host waits."""
         hashes = self.collectives.all_gathered(torch.stack([hash_bits(x) for x in tensors.values()])[None])
         for name, found in zip(tensors, hashes.T.tolist()):
-            # Most ranks are right. Of two that differ nobody knows which, so both are named.
+            # Most ranks are right. If two differ, nobody knows which one is right, so both are named.
             usual = next((value for value in found if 2 * found.count(value) > len(found)), None)
             if others := [str(rank) for rank, value in enumerate(found) if value != usual]:
                 raise RankError(f"{name} of rank {', '.join(others)} differ from those of the other ranks: a "
@@ -151,8 +151,8 @@ class World:
         """Give back the memory of a run that has ended, so that the next one finds it in one piece."""
         gc.collect()                # Graphs hold memory until reference cycles are collected.
         if self.device.type == "cuda":
-            # cuBLAS keeps what it works in, also where that lies in the one piece of memory of all graphs,
-            # which then stays: later runs of a process reserved 18.7 GB more.
+            # cuBLAS keeps its workspaces. If they lie in the one piece of memory of all graphs, that piece is
+            # never freed: later runs of a process reserved 18.7 GB more.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 

@@ -1,32 +1,32 @@
 """What earlier text says about the next token. Both parts are off by default; preset `corpus` has guesses.
 
-1. Guesses (`--near_match 1,2,4,8`). A token reads a row of the n-gram table for its last 2, 3, … tokens
-   (kernels/ngrams), and one more for what followed when its last tokens came before in the same sequence. Of
-   several lengths the longest that was found counts, and of several places the latest. The row is that of the
-   guess and the length (`guess_rows`), so the model learns how far to trust each. Rows, their exchange
-   between ranks and their optimizer are those of the n-gram table. A guess depends on no later token than its
-   own.
+1. Guesses (`--near_match 1,2,4,8`). A token reads rows of the n-gram table for its last 2, 3, … tokens
+   (kernels/ngrams). With guesses it reads one more row, for the token that followed when its last tokens came
+   before in the same sequence. If matches of several lengths are found, the longest counts, and of its places
+   the latest. The row depends on the guess and on the length of the match (`guess_rows`), so the model learns
+   how far to trust each length. The rows, their exchange between ranks and their optimizer are those of the
+   n-gram table. A token's guess depends on no later token.
 2. Counts (`--retrieval 2,3`). Where the model is scored, p becomes (1 − s) p + s k/c for each length of
-   context in turn: of the c places in the training text where the context occurs, k are followed by the
-   target (Jelinek and Mercer, 1980: interpolated n-grams). Training does not know of them. The text is
-   gathered on the clock, step by step and in the order of its micro-batches, so any number of ranks has the
-   same; it is sorted on the clock when the model is to be scored.
+   context in turn. The context occurs at c places in the training text, and at k of them the target follows
+   (Jelinek and Mercer, 1980: interpolated n-grams). Training does not use the counts. The text is gathered on
+   the clock, step by step and in the order of the micro-batches, so it is the same for any number of ranks;
+   it is sorted on the clock when the model is to be scored.
    With `--retrieval 2,3` the loss is lower by 0.008 on `val`, 0.006 on `clean` and 0.009 on `fineweb`, for
    the weights of one run with a long n-gram table, and steps take as long (records/measuring.md). With a
-   small table it is 0.016, 0.007 and 0.014, by parts of the texts. There more than the whole gain on `clean`
-   comes from trigrams with 1 to 9 places in the training text. Perhaps a row of the table learns too little
-   from so few.
+   small table the loss is lower by 0.016, 0.007 and 0.014, measured on parts of the texts. There more than
+   the whole gain on `clean` comes from trigrams with 1 to 9 places in the training text. Perhaps a row of the
+   table learns too little from so few places.
 
-- `matching.py`: earlier places inside a sequence, the longest match. Keys of the last tokens are by
-  kernels/ngrams/hashing.py.
+- `matching.py`: earlier places inside a sequence, the longest match. The keys of the last tokens come
+  from kernels/ngrams/hashing.py.
 - `guesses.py`: `Guesses`, which rows tokens read.
 - `counts.py`: `TextCounts`, the n-grams of the training text.
 
 Whose idea: a row for what followed a match in the document, and rows for what followed in earlier steps, are
 open proposals to the public speedrun. The second saves 46% of the steps by its authors' figures, which we
 have not checked. Here two such rows were worth 0.037 of loss on `val`, which repeats the training text, and
-0.001 and 0.002 on `clean` and `fineweb`. 1c79697 is the last commit with them; counts in the output take
-their place.
+0.001 and 0.002 on `clean` and `fineweb`. 1c79697 is the last commit with these rows; counts in the output
+take their place.
 
 How often such a match was right (23 November 2026, 150 M tokens of earlier steps, the first 500,000 tokens of
 each text, cut at 2,048; percent of the tokens with such a longest match and, in brackets, percent of these
@@ -42,7 +42,8 @@ whose next token is what followed):
                         1            38.0 (12)      36.7 (11)      37.8 (13)
 
 Of the first 524,288 tokens of `clean` 27, 33 and 34% have a longest match of 2, 3 and 4 or more tokens in
-188 M training tokens (27 November 2026). What followed its latest place is right for 12, 14 and 18% of these.
+188 M training tokens (27 November 2026). The token after the match's latest place is right for 12, 14 and
+18% of them.
 """
 from kernels.ngrams.hashing import suffix_keys, suffix_keys_reference
 from kernels.retrieval.counts import TextCounts

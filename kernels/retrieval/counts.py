@@ -38,9 +38,9 @@ def last_tokens(tokens: Tensor, is_start: Tensor) -> list[Tensor]:
 class TextCounts:
     """The n-grams of the text that was trained on, of up to four tokens, and how often each occurs.
 
-    N-grams are numbers in sorted order. The occurrences of one, and of all longer ones that end with it, are
-    neighbours. So two searches in each part count any n-gram. The text is gathered step by step, and sorted
-    when a model is to be scored. Nothing that a step does waits for the host.
+    N-grams are stored as numbers in sorted order. The occurrences of an n-gram, and of all longer n-grams
+    that end with it, are neighbours. So two searches in each part count any n-gram. The text is gathered step
+    by step, and sorted when a model is to be scored. Nothing that a step does waits for the host.
     """
 
     def __init__(self, lengths: tuple[int, ...], capacity: int, device: torch.device):

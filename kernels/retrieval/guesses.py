@@ -1,4 +1,4 @@
-"""Guesses of the next token from its own sequence, which tokens read rows for."""
+"""Guesses of the next token, from its own sequence. A token reads one row of a table for its guess."""
 from collections.abc import Callable
 
 from torch import Tensor

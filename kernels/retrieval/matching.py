@@ -1,4 +1,4 @@
-"""The longest match: where in its sequence a token's last tokens came before, by the keys of ends of text."""
+"""The longest match: where in its sequence a token's last tokens came before, found by equal keys."""
 import torch
 from torch import Tensor
 
@@ -15,7 +15,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def longest(found: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each token the number of the longest match, from 1, and what followed it; 0 where there is none.
+    """For each token, the number of its longest match, from 1, and the place behind that match; 0 if none.
 
     found, places (k, n), shorter matches first: whether there is one, and the place of the token behind it.
     """
@@ -25,7 +25,7 @@ def longest(found: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def near_guesses(tokens: Tensor, is_start: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """What followed the latest earlier place in a token's sequence with the longest equal end.
+    """For each token: what followed the latest of its longest matches earlier in its sequence.
 
     keys (k, n) from `suffix_keys`, shorter ends first. Returns the guesses (n,) int64, which count from 1,
     and the numbers (n,) of their lengths; both 0 where there is none.
