@@ -1,14 +1,14 @@
-"""The model reading on: a few new tokens of each sample, with the keys and values of those before them.
+"""A key-value cache: the model reads a few new tokens, and keeps keys and values of the tokens before them.
 
-`Reader` runs `GPT.forward` as it is, with three of its parts exchanged: what makes queries, keys and values
-also remembers keys and values; attention looks at what is remembered; and the head gives logits, not a loss.
-What reaches back from a token beside attention are the smear (one token), the n-grams (some tokens) and the
-key offset. For the first two a few earlier tokens are read again with the new ones. For the last the other
-half of the newest key is remembered too.
+`Reader` runs `GPT.forward` as it is, with three operations exchanged: the one that makes queries, keys and
+values also remembers keys and values; attention reads the remembered ones; the head gives logits, not a loss.
+Beside attention three parts look back from a token: the smear (one token), the n-grams (some tokens) and the
+key offset (one token). For the smear and the n-grams a few earlier tokens are read again with the new ones.
+For the key offset the other half of the newest key is remembered too.
 
-Two parts that a model may have reach back over its whole document. The rows of near matches are found anew
-from all tokens that were read. A copy head's keys are remembered; its share goes into the logits, which then
-are logarithms of probabilities.
+Two further parts that a model may have look back over the whole document. The rows of near matches are found
+anew from all tokens that were read. The copy head's keys are remembered; the copied probability goes into the
+logits, which are then logarithms of probabilities.
 """
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,7 @@ class Reader:
         self.start, self.config = config.document_start, config
         self.again = max((*config.ngrams, 2)) - 1       # tokens before the new ones that are read again
         self.tokens = torch.empty(1, 0, dtype=torch.long, device=self.model.device)     # (samples, read)
-        self.age = self.tokens                          # of each, tokens since its document's start
+        self.age = self.tokens                          # of each token: how many since its document's start
         # Of each layer: keys, values, and the other half of the newest key.
         self.past: list[tuple[Tensor, ...]] = []
         # The copy head's keys, (samples, read, channels).
@@ -47,7 +47,7 @@ class Reader:
             qkv=self.remember, pointer_sums=self.point, head_loss=self.last_logits)
 
     def spread(self, samples: int) -> None:
-        """From now on read so many samples, which have all read the same so far."""
+        """From now on read `samples` samples. All of them have read the tokens that were read so far."""
         self.tokens, self.age = (x.expand(samples, -1) for x in (self.tokens, self.age))
         self.copied = self.copied.expand(samples, -1, -1)
         self.past = [tuple(x.expand(samples, *x.shape[1:]) for x in layer) for layer in self.past]
@@ -101,7 +101,7 @@ class Reader:
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, window: int,
                scale: float) -> Tensor:
-        """As the functions in kernels/attention/flash.py; zero for tokens that are read again."""
+        """Attention as in kernels/attention/flash.py; the output of tokens that are read again is zero."""
         queries = self.of_new(q)
         newest = torch.arange(keys.shape[1], device=q.device) - (keys.shape[1] - self.new)
         distance = torch.arange(self.new, device=q.device)[:, None] - newest
@@ -114,15 +114,15 @@ class Reader:
         return out.flatten(0, 1)
 
     def guess(self, tokens: Tensor, is_start: Tensor, count: int) -> Tensor:
-        """As `Guesses.rows`, of all tokens that were read; the rows of those that are read again or new."""
+        """As `Guesses.rows` on all tokens read so far; returns rows of tokens read again or new."""
         rows = self.rows(self.tokens.flatten(), (self.age == 0).flatten(), count)
         return rows.unflatten(0, self.tokens.shape)[:, self.first:].flatten(0, 1)
 
     def point(self, q: Tensor, k: Tensor, tokens: Tensor, targets: Tensor, sequences: Sequences,
               scale: float) -> tuple:
-        """As `pointer_sums`, with the keys of earlier tokens; `pointed` gets the sums for every next token.
+        """As `pointer_sums`, with the keys of earlier tokens. `pointed` gets the share of every next token.
 
-        -inf for tokens that are read again.
+        The sums of tokens that are read again are -inf.
         """
         self.copied = torch.cat([self.copied, self.of_new(k).float()], 1)
         scores = scale * self.of_new(q).float() @ self.copied[:, :-1].mT

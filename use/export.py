@@ -6,9 +6,10 @@
     AutoModelForCausalLM.from_pretrained("OTHER", trust_remote_code=True)
 
 OTHER holds the weights in float32, and `modeling_speedrun.py`, which computes them. Rows of the n-gram table
-go along if they take no more than --most, and are for n-grams of tokens alone: that file knows no classes of
-tokens and no guesses. With a longer table the model would be a download that nobody wants. Without its table
-a model has a higher loss: with --shards both losses are measured and written into its card.
+are exported if they take no more than --most and are for n-grams of tokens alone, because
+`modeling_speedrun.py` knows no classes of tokens and no guesses. A larger table would make a download that
+nobody wants. Without its table a model has a higher loss: --shards measures the loss with and without the
+table, and writes both into the model's card.
 """
 import shutil
 from pathlib import Path
@@ -161,7 +162,7 @@ def main() -> None:
             saved = load(options.folder, saved.model.device, **PLAIN, val_chunk=options.positions)
         config = saved.model.config
         size = saved.facts["written"] * (4 * config.head_dim + 4)
-        # That file looks up n-grams of tokens alone.
+        # modeling_speedrun.py looks up n-grams of tokens alone.
         with_table = 0 < size <= options.most * 1e9 and not (config.ngram_classes or config.near_match)
         if options.shards is None and size and not with_table:
             print("python -m use.export: the n-gram table is left out; --shards DIR measures what that costs")

@@ -1,7 +1,7 @@
 """A saved model, built by `train_gpt.GPT`, on one device.
 
-Rows of the n-gram table are looked up in the files of the model, which are mapped into memory: a table of
-many billion numbers needs no room on the device, and of the host's memory only what is read.
+Rows of the n-gram table are looked up in the files of the model, which are mapped into memory. So a table of
+many billion numbers takes no memory of the device, and only the rows that are read take memory of the host.
 """
 import argparse
 import os
@@ -49,7 +49,7 @@ class WrittenRows:
                 or self.numbers.dtype != torch.int32 or not (self.numbers.diff() > 0).all()):
             raise ValueError("the rows of the n-gram table and their numbers")
         self.ends = torch.tensor([len(rows) for rows in self.rows], dtype=torch.long).cumsum(0)
-        self.like = like                # what is looked up has its width, dtype and device
+        self.like = like                # looked-up rows have the width, dtype and device of this
 
     def __call__(self, numbers: Tensor) -> Tensor:
         """The rows (n, head_dim) with these numbers (n,)."""
@@ -65,9 +65,9 @@ class WrittenRows:
 
 
 def load(folder: Path, device: torch.device, **changes: object) -> Saved:
-    """The model in a folder that `--save` wrote. `changes` of its settings say how it runs, as PLAIN does.
+    """The model in a folder that `--save` wrote. `changes` are settings that say how it runs, such as PLAIN.
 
-    Attention is the fastest that runs here, since the model may have been trained on another machine.
+    It takes the fastest attention of this machine, since it may have been trained on another one.
     UserError where the folder does not hold a whole model of this program.
     """
     with fitting(folder), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -77,12 +77,12 @@ def load(folder: Path, device: torch.device, **changes: object) -> Saved:
         config = replace(config, **{"attention": "auto"} | changes)
         rows, look_up = config.ngram_rows if config.ngrams else 0, None
         short = replace(config, ngram_rows=min(rows, 1))
-        # A model of no memory first, so that the files are no shorter than what is made for them.
+        # Files are checked against a model without memory, before memory is taken for the real one.
         check_shapes(folder, train_gpt.GPT(short, torch.device("meta"), Collectives(1)), tensors)
         model = train_gpt.GPT(short, device, Collectives(1))
         if rows:
             look_up = WrittenRows(tensors, model.ngrams.table)
-            # Of the long table the model needs only the length, by which n-grams are hashed.
+            # The model needs only the length of the long table, because n-grams are hashed by it.
             empty = model.ngrams.table.new_empty(rows, config.head_dim, device="meta")
             model.ngrams.table, plain = nn.Parameter(empty), model.ops.lookup
 
@@ -132,9 +132,9 @@ def as_tuples(x: object) -> object:
 
 
 def vocabulary_of(facts: dict, given: Path | None) -> Bytes | BytePairs:
-    """The vocabulary of a model with these `facts`: by its name, or `given` as a file of ranks.
+    """The vocabulary of a model with these `facts`: the one that they name, or `given`, a file of ranks.
 
-    UserError if it is neither, or of another size.
+    UserError if there is neither, or if the vocabulary has another size than the model's.
     """
     if given is None and facts.get("vocabulary") not in VOCABULARIES.values():
         raise UserError("the model's vocabulary has no name; give its file of ranks with --vocabulary")
@@ -145,7 +145,7 @@ def vocabulary_of(facts: dict, given: Path | None) -> Bytes | BytePairs:
 
 
 def logits(x: Tensor, head: Tensor) -> Tensor:
-    """The softcapped logits (n, padded vocabulary) float32 of what the head sees, x (n, width)."""
+    """The softcapped logits (n, padded vocabulary) float32 of x (n, width), the input of the head."""
     return CAP * torch.sigmoid((F.linear(x, head).float() + SHIFT) / WIDTH)
 
 

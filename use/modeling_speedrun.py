@@ -1,9 +1,9 @@
 """The model for the library transformers, in plain PyTorch and one file: `use.export` puts it beside weights.
 
 The project's own model is `GPT` in train_gpt.py, which says why each part is there and whose idea it is. A
-test holds the logits of both together. Here the learned scales of attention's matrices are multiplied into
-them, and every token after the start token of a document sees that document alone. So batches may be padded
-on either side with the start token, and no attention mask is needed.
+test compares the logits of both. Here the learned scales of attention's matrices are multiplied into the
+matrices. A token attends only to tokens of its own document, which begins at a start token. So batches may be
+padded on either side with the start token, and no attention mask is needed.
 """
 import torch
 import torch.nn.functional as F
@@ -74,13 +74,13 @@ class Layer(nn.Module):
         return torch.cat([a * cos - b * sin, a * sin + b * cos, rest], -1)
 
     def forward(self, x: Tensor, seen: Tensor, *inputs) -> Tensor:
-        """The stream behind this layer, from the stream x and what its attention reads."""
+        """The residual stream after this layer, from x before it and `seen`, which attention reads."""
         x = self.scales[0] * (x + self.attend(norm(seen), *inputs))
         return self.scales[1] * x + F.relu(F.linear(norm(x), self.mlp_in)).square() @ self.mlp_out
 
 
 class CopyHead(nn.Module):
-    """Part of the next token's probability points at what followed like states of the document."""
+    """Gives part of the next token's probability to tokens that followed similar states in the document."""
 
     def __init__(self, config: SpeedrunConfig):
         super().__init__()
@@ -89,9 +89,9 @@ class CopyHead(nn.Module):
         self.gate, self.bias = (nn.Parameter(torch.empty(n)) for n in (config.copy_channels, 1))
 
     def forward(self, x: Tensor, logits: Tensor, tokens: Tensor, age: Tensor) -> Tensor:
-        """The logarithms of both probabilities' sum, (batch, n, vocabulary), from those logits alone.
+        """Logarithms (batch, n, vocabulary) of the sum of copied probabilities and those of `logits`.
 
-        x (batch, n, width) is what the head sees; a token sees the `age` (batch, n) tokens before it.
+        x (batch, n, width) is the input of the head; a token sees the `age` (batch, n) tokens before it.
         """
         q, k = map(norm, F.linear(x, self.weight).chunk(2, -1))
         at = torch.arange(x.shape[1], device=x.device)
@@ -100,7 +100,7 @@ class CopyHead(nn.Module):
         scores = (self.scale * q @ k.mT).masked_fill(~earlier, -torch.inf)
         rest = F.linear(q, self.gate[None], self.bias)              # the score of not copying
         shares = torch.cat([scores, rest], -1).softmax(-1)
-        followers = tokens.roll(-1, 1)[:, None].expand_as(scores)   # Nothing points at the last one's.
+        followers = tokens.roll(-1, 1)[:, None].expand_as(scores)   # Nothing points at the last.
         alone = logits.softmax(-1) * shares[..., -1:]
         return alone.scatter_add(2, followers, shares[..., :-1]).log()
 
@@ -143,7 +143,7 @@ class SpeedrunForCausalLM(PreTrainedModel, GenerationMixin):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_) -> CausalLMOutput:
         """Each row of `input_ids` (batch, n) begins with the start token; `labels` are like them, or -100.
 
-        As in training the loss counts the padding of the vocabulary, whose logits are not returned.
+        As in training the loss includes the logits of the vocabulary's padding, which are not returned.
         """
         config, n = self.config, input_ids.shape[1]
         if n > len(self.cos):

@@ -23,17 +23,17 @@ from data.errors import DataError, printable, tool_parser, whole
 from use.cache import PIECE, Reader
 from use.model import PLAIN, Saved, choose_device, latest_model, load, one_line, vocabulary_of
 
-# What a model makes rotary tables for, and keeps keys and values of.
+# A model makes rotary tables for all these tokens, and keeps their keys and values.
 MOST_TOKENS, MOST_SAMPLES = 1_000_000, 4096
 COLDEST = 0.001     # Below, the quotients of logits leave what float32 holds.
 
 
 def choose(logits: Tensor, temperature: float, top_k: int, top_p: float,
            generator: torch.Generator) -> Tensor:
-    """A token (samples,) by each row of logits (samples, vocabulary) float32, where the generator is too.
+    """A token (samples,) for each row of logits (samples, vocabulary) float32, on the generator's device.
 
-    `temperature` 0 takes the likeliest. Otherwise only the `top_k` likeliest (0: all) and the fewest that
-    have a probability of `top_p` together can come.
+    `temperature` 0 takes the likeliest token. Otherwise a token is drawn from the `top_k` likeliest (0: all)
+    that are also among the fewest likeliest tokens whose probabilities add up to `top_p`.
     """
     if temperature == 0:
         return logits.argmax(1)
@@ -51,7 +51,7 @@ def sample(saved: Saved, prompt: np.ndarray, tokens: int, samples: int, seed: in
            top_k: int = 0, top_p: float = 1.0) -> Iterator[Tensor]:
     """The next token (samples,) of each sample after `prompt` (n,), until all have ended.
 
-    A sample has ended with the start of a document, which it then repeats.
+    A sample ends when it draws the start token of a document; from then on it repeats this token.
     """
     device, config = saved.model.device, saved.model.config
     reader, generator = Reader(saved), torch.Generator(device).manual_seed(seed)

@@ -6,13 +6,13 @@
     python -m use.score FOLDER --shards DIR --public_rule   ... and by the public speedrun's rule
     python -m use.score FOLDER --choices questions.jsonl or --hellaswag, which is the same
 
-FOLDER is one of `--save`. A file is one document, or has one in each line or row. The start token of a
+FOLDER was written by `--save`. A file is one document, or has one in each line or row. The start token of a
 document is given and is not scored. Long documents are scored in pieces, as in validation.
 
 A question is a line of JSON with a context ("ctx", "query" or "question"), the texts that may follow it
-("endings" or "choices") and the place of the true one ("label", "gold" or "answer", from 0). Taken is the
-likeliest ending ("accuracy"), or the one likeliest for its length in characters ("normalised"), which is the
-usual rule for HellaSwag (Zellers et al., arXiv 1905.07830).
+("endings" or "choices") and the place of the true ending ("label", "gold" or "answer", from 0). The model's
+answer is the ending with the lowest loss ("accuracy"), or with the lowest loss per character ("normalised").
+The latter is the usual rule for HellaSwag (Zellers et al., arXiv 1905.07830).
 """
 import argparse
 import json
@@ -89,7 +89,7 @@ def score_shards(saved: Saved, folder: Path, tokens: int) -> float:
 
 @torch.no_grad()
 def score_publicly(saved: Saved, folder: Path, tokens: int) -> float:
-    """The same by the public speedrun's rule: chunks of the text as it comes, whatever documents they cut.
+    """As `score_shards`, by the public speedrun's rule: fixed chunks of the text, which may cut documents.
 
     `saved` has room for PUBLIC_CHUNK tokens a pass (`val_chunk`) and runs without FP8.
     """
@@ -194,7 +194,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def score_file(saved: Saved, vocabulary: Bytes | BytePairs, name: str, **reading: str | None) -> str:
-    """What is printed of a file. `reading`: how, as `Documents` takes it."""
+    """The line to print about a file. `reading`: keywords of `Documents`, which reads the file."""
     size, encoded, utf8 = 0, [], "any" if isinstance(vocabulary, Bytes) else "replace"
     for document in Documents([name], utf8=utf8, **reading):
         size += len(document)

@@ -1,8 +1,8 @@
 """Triton kernels compiled before their first launch, many at a time.
 
-Triton compiles a kernel where it is first launched, so that a start with empty caches compiles one after the
-other. The count of memory (records/run/memory.py) goes through the same program first, with tensors that have
-shapes and no memory. A compiler needs no more than types, sizes and where tensors start.
+Triton compiles a kernel at its first launch, so a start with empty caches compiles kernels one by one. But
+the count of memory (records/run/memory.py) runs the same program before, on tensors that have shapes and no
+memory. Such tensors suffice to compile: a compiler needs only their types, their sizes and their alignment.
 """
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Thread
 
-MOST = 16       # threads; a tenth of what they do holds Python's lock
+MOST = 16       # threads; they hold Python's lock for a tenth of their work
 
 Launch = Callable[..., Callable]        # kernel[grid] becomes launch(kernel, grid)
 
@@ -24,9 +24,9 @@ def compile_only(kernel, grid) -> Callable:
 
 
 def hash_triton() -> Thread:
-    """Let a thread hash Triton's own files, which its cache asks for at the first launch: 0.4 s.
+    """Hash Triton's own files in a thread, 0.4 s: Triton's cache needs the hash at the first launch.
 
-    Triton keeps the hash. A launch that comes earlier makes its own.
+    Triton keeps the hash. A launch that comes before the thread has ended computes the hash itself.
     """
     from triton.runtime.cache import triton_key
     thread = Thread(target=triton_key, daemon=True)
@@ -35,7 +35,7 @@ def hash_triton() -> Thread:
 
 
 class Compilers(ThreadPoolExecutor):
-    """Threads that compile kernels, and what launches them: in Triton 3.6 a C program for each signature."""
+    """Threads that compile kernels and their launchers, in Triton 3.6 a C program for each signature."""
 
     def submit(self, compile_: Callable) -> Future:
         return super().submit(self.with_launcher, compile_)
@@ -50,9 +50,9 @@ class Compilers(ThreadPoolExecutor):
 
 @contextmanager
 def compiling() -> Iterator[Launch]:
-    """A form of launch that only compiles, beside the program. The end of the block waits for the last one.
+    """Give a `Launch` that only compiles, in threads. The end of the block waits for the last kernel.
 
-    A kernel that cannot be compiled says so where it is launched.
+    A kernel that cannot be compiled raises its error later, when the run launches it.
     """
     import triton
     threads = min(MOST, len(os.sched_getaffinity(0)))

@@ -4,25 +4,25 @@
         index.json                      the step, the settings, the number of ranks, the files and their sizes
         rank0-00001.safetensors, …      what each rank updates
 
-Tensors are cut by parameter and not by rank, so that other ranks find their parts:
+Tensors are named by parameter, so that another number of ranks finds its parts:
 
     GROUP/i/weight@a                    numbers a, a + 1, … of parameter i of a group of the optimizer, flat;
                                         also mantissa_bits, momentum, slow, second, average
     GROUP/i/grads of rank r@0           between two steps of one Adam update: what rank r has summed so far
-    GROUP/part r of moment i of features    with --shared_updates: of the first (0) and second (1), rank r's
+    GROUP/part r of moment i of features    with --shared_updates: rank r's part of the first (0), second (1)
     GROUP/steps                         how many updates there were
-    TABLE/rows of rank r/k              of the n-gram table, rows that have been updated: numbers, and in
-                                        r's columns weight, second, last (see `TableState`)
+    TABLE/rows of rank r/k              numbers of the n-gram table's rows that have been updated; also
+                                        weight, second, last of r's columns (see `TableState`)
     retrieval/text                      with `--retrieval`: the text of all steps, to count it again
-    TABLE/pending rows of rank r        rows that have a gradient, and it: between two steps of one update
+    TABLE/pending rows of rank r        between two steps of one update: rows with a gradient; also grads
 
-A step first copies the state on the device, which takes milliseconds; rows of the n-gram table go straight to
-the host, because a device may have no room for them twice, and so training waits for them. A thread does the
-rest. The data need no state, since batches follow from the step's number.
+After a step the state is copied on the device, which takes milliseconds. Rows of the n-gram table are copied
+straight to the host, because a device may have no room for a second copy; training waits for them. A thread
+writes the files. The data need no state, since batches follow from the step's number.
 
-`torch.distributed.checkpoint` is not used. Its index is a pickle, which can execute anything where it is
-read, and it knows shards of a tensor but not ours: flat buffers that are padded by the number of ranks, and a
-table of which only some rows count.
+`torch.distributed.checkpoint` is not used. Its index is a pickle, which can execute anything when it is read.
+Its shards of a tensor cannot express ours: flat buffers whose padding depends on the number of ranks, and a
+table in which only some rows count.
 """
 import shutil
 import signal
@@ -58,7 +58,7 @@ KEPT = 2                # checkpoints
 IN_THREAD = 0           # the group of ranks that threads speak in
 NAME, NAMED = "step-{:07d}", "step-" + 7 * "[0-9]"      # of their folders; what else is there is not ours
 PART = 2 ** 21          # rows of the n-gram table that are copied at a time
-# Settings that may change from one run to the run that goes on: they do not say what a step computes.
+# Settings that a resumed run may change, because they do not say what a step computes.
 FREE = {"preset", "name", "runs", "target", "data_path", "epochs", "val_tokens", "val_every", "val_chunk",
         "val_sequence_length", "val_window", "val_fp8", "canonical", "score", "attention", "fp8", "reference",
         "compile", "capture", "overlap", "peer_copies", "doctor", "check_ranks", "deterministic",
@@ -83,9 +83,9 @@ def check_saving(config) -> None:
 
 
 def own_parts(shard, rank: int, ranks: int) -> Iterator[tuple[int, int, slice]]:
-    """Of each parameter that a rank updates: its number, the first of its numbers that are here, and where.
+    """For each parameter that a rank updates: its index, the start of the rank's part, the part's slice.
 
-    `shard` is one of the optimizer's; the places are those in the rank's own buffers.
+    `shard` is one of the optimizer's shards; the slices are of the rank's own buffers.
     """
     number = 0
     for (params, _, _), (_, own) in zip(shard.group.rounds(ranks), shard.places, strict=True):
@@ -101,7 +101,7 @@ def own_parts(shard, rank: int, ranks: int) -> Iterator[tuple[int, int, slice]]:
 
 
 def buffers(shard, averages) -> dict[str, Tensor]:
-    """What a rank alone holds of a group, by name; all but gradients."""
+    """The buffers of a group that one rank alone holds, by name, without gradients."""
     found = {"weight": shard.own_weights, "mantissa_bits": shard.mantissa_bits, "momentum": shard.momentum,
              "slow": shard.slow, "second": shard.second,
              "average": averages.of(shard.own_weights)}
@@ -109,7 +109,7 @@ def buffers(shard, averages) -> dict[str, Tensor]:
 
 
 def feature_moments(shard) -> list[Tensor]:
-    """This rank's part of both, if the tokens of this group share updates."""
+    """This rank's part of both moments of features; [] unless the tokens of this group share updates."""
     shared = getattr(shard, "shared", None)
     return shared.moments if shared else []
 
@@ -151,7 +151,7 @@ def copy_state(trainer, steps_done: int) -> Copy:
 
 
 def copied_bytes(model, optimizer, config) -> int:
-    """What `copy_state` takes of the device at most; it is held until the files are written."""
+    """The most bytes of the device that `copy_state` takes, and holds until the files are written."""
     if not config.checkpoint:
         return 0
     pending = config.checkpoint_on_stop or config.checkpoint_every % config.adam_every > 0
@@ -190,9 +190,9 @@ def pending_rows(gradients) -> tuple[Tensor, Tensor]:
 
 
 class Keeper:
-    """Writes the checkpoints of a run, around whose steps it is a context; without `--checkpoint` nothing.
+    """A context around the steps of a run that writes its checkpoints; without `--checkpoint`, none.
 
-    All ranks must make it and call `after` alike. The folder must be one that all of them see.
+    All ranks must make a keeper, and call `after` after the same steps. All ranks must see the folder.
     """
 
     def __init__(self, trainer, log):
@@ -202,9 +202,9 @@ class Keeper:
         if not config.checkpoint:
             return
         self.folder, self.thread = log.begun_in / config.checkpoint, ThreadPoolExecutor(1)
-        # Made here, on this rank's device: a thread begins with the first one.
+        # The stream is made here, on this rank's device: a new thread begins on the first device.
         self.stream = side_stream("checkpoints") if self.world.device.type == "cuda" else None
-        # One group for the thread, IN_THREAD, and one for what ranks agree on meanwhile.
+        # The thread has the group IN_THREAD; in the other one ranks agree while the thread writes.
         self.groups = ([dist.new_group(backend="gloo", timeout=PATIENCE) for _ in range(2)]
                        if self.world.size > 1 else [])
         if self.world.rank == 0:
@@ -325,9 +325,9 @@ class Found(NamedTuple):
 def find(config) -> Found | None:
     """The checkpoint to go on from; None where the run begins.
 
-    UserError where there is none, where it is not whole, where a setting that counts was another one, or
-    where the folder of `--checkpoint` holds one that is further: by its number it would outlive those of this
-    run.
+    UserError where the folder holds no checkpoint, where the checkpoint is not whole or has another value of
+    a setting that is not FREE, or where the folder of `--checkpoint` holds one of a later step: by its number
+    that one would outlive the checkpoints of this run.
     """
     found, folder = newest(config), Path(config.checkpoint)
     others = checkpoints(folder) if config.checkpoint else []
@@ -340,8 +340,8 @@ def find(config) -> Found | None:
 def newest(config) -> Found | None:
     """The checkpoint that `--resume` means; None without it.
 
-    None as well if `--checkpoint` names the same folder, which has none yet: so one command begins a run and,
-    given again, goes on.
+    Also None if `--checkpoint` names the same folder and it holds no checkpoint yet. So one command begins a
+    run and, when it is given again, resumes the run.
     """
     if not config.resume:
         return None
@@ -364,7 +364,7 @@ def newest(config) -> Found | None:
             if not path.exists() or path.stat().st_size != size:
                 raise UserError(f"{path}: truncated or missing; resume from another one in {folder.parent}")
         mine = plain(config)
-        # What a checkpoint does not name is younger than it, and was as by default.
+        # A setting that the checkpoint does not name is newer than it; the run had the default.
         for name, theirs in {**plain(type(config)()), **index["config"]}.items():
             if name in mine and name not in FREE and theirs != mine[name]:
                 what = f"--{name} was {shown(theirs)}, here it is {shown(mine[name])}"
@@ -394,7 +394,7 @@ class Pieces:
         return self.tensors[name]
 
     def numbers(self, name: str, first: int, like: Tensor) -> Tensor:
-        """As many numbers of a parameter as `like` has, from `first` on, in its shape."""
+        """Numbers of a parameter from `first` on, as many as `like` has and in the shape of `like`."""
         end, found = first + like.numel(), []
         for start, x in self.places.get(name, []):
             found.append(x[max(first - start, 0):max(end - start, 0)])
@@ -406,7 +406,7 @@ class Pieces:
 
 
 def restore(trainer, found: Found) -> int:
-    """Bring a new trainer to where the checkpoint's was; returns how many steps are done."""
+    """Put a new trainer into the state of the checkpoint; returns how many steps are done."""
     with torch.no_grad(), fitting(found.folder):
         restore_state(trainer, found)
     return found.step
@@ -440,7 +440,7 @@ def restore_state(trainer, found: Found) -> None:
 
 
 def own_gradient(name: str, p: Tensor, pieces: Pieces, ranks: int, world) -> Tensor:
-    """What this rank had summed. From another number of ranks rank 0 gets the whole sum."""
+    """The gradient that this rank had summed. If another number of ranks wrote, rank 0 gets the whole sum."""
     if ranks == world.size:
         return pieces.numbers(f"{name} of rank {world.rank}", 0, p)
     if world.rank:
@@ -449,19 +449,19 @@ def own_gradient(name: str, p: Tensor, pieces: Pieces, ranks: int, world) -> Ten
 
 
 def restore_table(name: str, shard, pieces: Pieces, ranks: int, world, pending: bool) -> None:
-    """The columns of the n-gram table that this rank has, from those of the `ranks` that wrote."""
+    """Restore this rank's columns of the n-gram table from the columns of the `ranks` ranks that wrote."""
     table, beta2 = shard.table, shard.group.betas[1]
     columns = table.weight.shape[1]
-    width, block = columns * world.size // ranks, columns // table.second.shape[1]      # of one that wrote
+    width, block = columns * world.size // ranks, columns // table.second.shape[1]      # of a writing rank
 
     def overlap(rank: int) -> tuple[slice, slice]:
-        """Which columns here are which of that rank's; empty if none."""
+        """The columns that both ranks have, as a slice of ours and one of `rank`'s; may be empty."""
         begin = max(world.rank * columns, rank * width)
         end = max(min((world.rank + 1) * columns, (rank + 1) * width), begin)
         return tuple(slice(begin - start, end - start) for start in (world.rank * columns, rank * width))
 
     def parts(rank: int) -> Iterator[tuple[Tensor, str]]:
-        """Numbers of rows, and where the rest of them stands."""
+        """Numbers of rows, and the key of their other tensors."""
         prefix = f"{name}/rows of rank {rank}/"
         for key, rows in pieces.tensors.items():
             if key.startswith(prefix):
@@ -469,8 +469,9 @@ def restore_table(name: str, shard, pieces: Pieces, ranks: int, world, pending: 
 
     mine = [rank for rank in range(ranks) if overlap(rank)[0].stop > overlap(rank)[0].start]
     device = table.weight.device
-    # A rank notes when it last moved a row, whose gradient may be zero in its columns alone. The columns of
-    # several ranks become those of one: the latest note counts, and mean squares shrink until then.
+    # A rank notes in `last` when it last moved a row. These notes may differ, since the row's gradient may be
+    # zero in one rank's columns alone. Where columns of several ranks become those of one, the latest note
+    # counts, and mean squares of an earlier note decay up to it.
     for rows, key in (part for rank in mine for part in parts(rank)):
         rows, last = rows.to(device), pieces.tensor(key.format("last")).to(device)
         table.last[rows] = torch.maximum(table.last[rows], last)

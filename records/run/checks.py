@@ -1,6 +1,6 @@
-"""Settings that cannot work together, and what a machine cannot train: refused at once, naming the setting.
+"""Refuses settings that cannot work together or on this machine, at once and by the setting's name.
 
-What a setting can be by itself stands in the type of its field (kinds.py).
+The values that a setting may have by itself are the type of its field (kinds.py).
 """
 import math
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ def check_config(config, operations: tuple[str, ...]) -> None:
 
 
 def refuse(config, faults: Iterable[Fault]) -> None:
-    """UserError for the first that is a fault."""
+    """Raise UserError for the first fault whose condition is true."""
     for broken, names, advice in faults:
         if broken:
             values = {name: defaults(config)[name] for name in names.split()}
@@ -45,7 +45,7 @@ def refuse(config, faults: Iterable[Fault]) -> None:
 
 
 def schedule_faults(c) -> Iterator[Fault]:
-    """Batches that divide, at least a step for each stage, chunks that hold a sequence."""
+    """Batches divide into micro-batches, each stage has a step, a chunk holds a sequence."""
     unit, stages = 16 * c.micro_batches, len(c.stages)
     batches = "batch_tokens micro_batches"
     yield not stages, "", "the table of stages is empty"
@@ -63,9 +63,9 @@ def schedule_faults(c) -> Iterator[Fault]:
 
 
 def model_faults(c) -> Iterator[Fault]:
-    """Heads that fill matrices, n-grams that fit the heads, gates that see as much of both."""
+    """Heads fill whole matrices, n-grams fit the heads, gates read as much of x as of a value row."""
     yield c.vocab_size < 2, "vocab_size", "at least a token and the one that starts documents"
-    unit = c.head_dim // math.gcd(c.head_dim, 2)    # Its multiples make 2 qk_dim one of head_dim.
+    unit = c.head_dim // math.gcd(c.head_dim, 2)    # If it divides qk_dim, head_dim divides 2 qk_dim.
     yield (c.qk_dim % unit, "qk_dim", f"the queries and keys of {c.heads} heads fill no whole number of "
            f"{c.heads * c.head_dim} x {c.width} matrices, which NorMuon takes; use a multiple of {unit}")
     yield c.rotary_base < 1, "rotary_base", "use 1 or more"
@@ -89,7 +89,7 @@ def model_faults(c) -> Iterator[Fault]:
 
 
 def layer_faults(c) -> Iterator[Fault]:
-    """Layers whose marks agree."""
+    """The marks `backout`, `kept` and `reads_kept` of the layers agree."""
     layers = c.layers
     yield not layers, "", "the table of layers is empty"
     yield (sum(layer.backout for layer in layers) > 1, "", "the table of layers has more than one `backout`; "
@@ -125,7 +125,7 @@ def kernel_faults(c) -> Iterator[Fault]:
 
 
 def check_machine(config, ranks: int, device: torch.device) -> None:
-    """Refuse what so many ranks cannot share, and what this device cannot run."""
+    """Refuse settings that this number of ranks does not divide, and those that this device cannot run."""
     width = config.head_dim if config.ngrams and config.ngram_rows else 0       # of the n-gram table
     if config.micro_batches % ranks or width % ranks:
         divisors = [str(n) for n in range(1, config.micro_batches + 1)

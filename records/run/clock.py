@@ -15,11 +15,11 @@ class Lap(NamedTuple):
     end: object
 
     def ready(self) -> bool:
-        """Whether the device has come to its end."""
+        """Whether the device has reached the end of the step."""
         return isinstance(self.end, float) or self.end.query()
 
     def ms(self) -> float:
-        """Its milliseconds, once it is ready."""
+        """The milliseconds of the step, once the lap is ready."""
         if isinstance(self.end, float):
             return (self.end - self.begin) * 1e3
         return self.begin.elapsed_time(self.end)
@@ -29,8 +29,8 @@ class Clock:
     """The timed region: every training step and all it needs, without validation.
 
     A lap is one step. Laps are CUDA events on a GPU, so that they do not stall it, and seconds without one.
-    The system's time at the first start and the last stop, and what pauses took by it, let a reader of the
-    log hold the clock against another one.
+    The clock also keeps the system's time at its first start and its last stop, and by the same time how long
+    pauses took. With these a reader of the log can check the clock against another one.
     """
 
     def __init__(self, device: torch.device):
@@ -70,7 +70,7 @@ class Clock:
 
     @contextmanager
     def running(self, barrier: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Time what is inside, where no garbage collection happens: one stalls a step by up to half a second.
+        """Time the block, without garbage collection: a collection stalls a step by up to half a second.
 
         `barrier` returns once every rank is here. Without it the first step would wait for the slowest rank.
         """

@@ -22,15 +22,15 @@ EXPECTED = (UserError, RankError, ShardError, LogError, Diverged, torch.OutOfMem
 
 last_failure: BaseException | None = None   # keeps what its frames hold; `exit_status` says why
 
-# Folders of compilers. Where code of theirs fails in a run that warms up, a file in their caches is damaged,
-# or cannot be written; but a mistake in a kernel of ours has one of MISTAKES.
+# Folders of compilers. If a compiler's code fails in the warm-up, a file in its cache is damaged or cannot be
+# written. An error of one of the types MISTAKES is a mistake in one of our kernels instead.
 COMPILERS = "/triton/", "/torch/_inductor/", "/cutlass/"
 MISTAKES = "CompilationError", "AssertionError", "NameError", "TypeError"
 
 
 @contextmanager
 def whole_caches() -> Iterator[None]:
-    """UserError where a compiled kernel in a cache is damaged: its own error names no file and no remedy."""
+    """UserError for a damaged kernel in a cache: the compiler's error names no file and no remedy."""
     try:
         yield
     except Exception as error:
@@ -48,13 +48,13 @@ def whole_caches() -> Iterator[None]:
 
 
 def exit_status(error: BaseException, rank: int, program: str = "train_gpt.py") -> int:
-    """The status of a `program` that one of EXPECTED ends; rank 0 says why.
+    """The exit status of a `program` that one of EXPECTED has ended; rank 0 prints the reason.
 
     The launcher ends all ranks when one fails. So the other ranks wait a little, in case rank 0 fails too.
 
-    The error stays, and with it the trainer in its frames. Before torch gives memory that GPUs share back, it
-    waits for this GPU, on which a barrier may wait for a rank that is lost, and it holds Python's lock
-    meanwhile. Then no watchdog would run.
+    The error is kept, and with it the trainer, which its frames hold. Before torch frees memory that GPUs
+    share, it waits for this GPU and holds Python's lock. A barrier on the GPU may be waiting for a lost rank,
+    and then no watchdog would run.
     """
     global last_failure
     last_failure = error
@@ -76,9 +76,9 @@ def exit_status(error: BaseException, rank: int, program: str = "train_gpt.py") 
 
 
 def leave(status: int) -> None:
-    """End a program with this status, at once if it failed: not even what it holds is given back.
+    """End the program with this status. A program that failed ends at once, and frees nothing before.
 
-    Nor does it wait for collectives that the other ranks will not join.
+    So it does not wait for collectives that the other ranks will not join.
     """
     sys.stdout.flush()
     sys.stderr.flush()

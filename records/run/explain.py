@@ -34,7 +34,7 @@ def rates_text(rows: list[dict]) -> str:
 
 
 def tables_text(groups, schedule, ranks: int | None) -> str:
-    """The timetable of every kind of step on so many ranks, 0 for the most; with None the groups' rates."""
+    """The timetable of every kind of step. `ranks`: 0 is one a micro-batch; None gives the groups' rates."""
     if ranks is None:
         return rates_text(rates(groups))
     config, parts, ranks = schedule.config, [], ranks or schedule.config.micro_batches
@@ -43,10 +43,10 @@ def tables_text(groups, schedule, ranks: int | None) -> str:
     for step in schedule.kinds():
         table = timetable(traffic, layers, step.adam_updated, step.update_adam, config.overlap)
         for update in table.updates:
-            if update.group in shared:          # It sends these itself.
+            if update.group in shared:          # The update sends its features itself.
                 table.model.extend(Transfer(kind, f"features of {update.group}", None, update.start, UPDATE)
                                    for kind in ("reduce_scatter", "all_gather"))
-        if config.retrieval:        # The trainer sends it.
+        if config.retrieval:        # The trainer sends the text.
             table.model.append(Transfer("all_gather", "text of the step", None, UPDATE, UPDATE))
         parts += [f"\nSteps from {step.index} on, {ranks} ranks, Adam {step.update_adam}\n",
                   timetable_text(table, layers)]
@@ -102,9 +102,9 @@ def announcement(facts: dict, devices: str) -> str:
 
 
 def flops_per_token(config, step, candidates: int | None = None) -> float:
-    """Of forward and backward: 6 for each weight of a matmul, and attention over full windows.
+    """FLOP of forward and backward: 6 for each weight of a matmul, and attention over full windows.
 
-    A sequence's first tokens see less; so this is up to 2% too much, and more for short documents.
+    A sequence's first tokens see fewer, so the count is up to 2% too high, and more for short documents.
 
     `candidates`: tokens whose logits a sampled softmax computes.
     """

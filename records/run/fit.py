@@ -1,8 +1,8 @@
 """Settings that follow from the GPUs' memory, where the person has not given them.
 
-More micro-batches need less memory for each and take longer; they also pack other batches, so the loss is
-that of another seed. A shorter n-gram table ends at a higher loss. How many tokens a validation scores at a
-time changes nothing else.
+More micro-batches need less memory each and take longer. They also pack documents into other batches, which
+changes the loss as another seed does. A shorter n-gram table ends at a higher loss. The number of tokens that
+a validation scores at a time changes no result.
 """
 import os
 import sys
@@ -26,8 +26,8 @@ from records.run.notes import Notes
 from records.run.settings import UserError
 
 LIMIT = "GPU_MEMORY_LIMIT_GB"           # environment: use no more than this of each GPU, in 10^9 bytes
-# Bytes that torch's allocator does not see: CUDA's context is there already, but not all kernels, the graphs
-# and NCCL's buffers. Not measured.
+# Bytes that torch's allocator does not see: those of kernels not loaded yet, of graphs and of NCCL's
+# buffers. CUDA's context is not among them, because it is there already. This number was not measured.
 OUTSIDE = 1_500_000_000
 LOOKED_AT = 2 ** 18                     # tokens of the validation text that samples are counted in
 SHORTEST = 2 ** 20                      # rows of an n-gram table; a shorter one is hardly worth its time
@@ -41,7 +41,7 @@ COSTS = {"micro_batches": "which packs other batches; more are slower",
 class Fitting:
     """Finds the first of the choices that fits, for ranks that each have `room` bytes on a GPU.
 
-    What the `notes` have of earlier starts is not counted again.
+    The `notes` have what earlier starts counted; that is not counted again.
     """
 
     def __init__(self, config, world, room: int, program, launch: Launch = no_launch,
@@ -52,14 +52,14 @@ class Fitting:
         self.counted: dict[int, dict[int, Need]] = {}   # by micro-batches and val_chunk
 
     def need(self, choice) -> Need:
-        """What `choice` holds at most; only its number of micro-batches takes a new count."""
+        """The most that `choice` holds. Only another number of micro-batches takes a new count."""
         if choice.micro_batches not in self.counted:
             self.counted[choice.micro_batches] = self.count(choice)
         need = self.counted[choice.micro_batches][choice.val_chunk]
         return need._replace(table=need.table * choice.ngram_rows // max(self.config.ngram_rows, 1))
 
     def count(self, choice) -> dict[int, Need]:
-        """What such micro-batches as the choice's need, by the chunks of a validation."""
+        """What the choice's number of micro-batches needs, for each size of a validation's chunks."""
         config, ranks = replace(self.config, micro_batches=choice.micro_batches), self.world.size
         chunks = halvings(config.val_chunk, config.val_sequence_length)
         sampled = candidates(choice, self.program.Schedule(choice))
@@ -80,7 +80,7 @@ class Fitting:
         for choice in choices(self.config, given, self.world.size):
             needs.append(self.need(choice))
             if needs[-1].total(self.config.capture) <= self.room:
-                # Counted as if it had been given, it needs a little less: its rotary tables may be shorter.
+                # Counted by its own settings a choice needs a little less: its rotary tables may be shorter.
                 exact = Fitting(choice, self.world, self.room, self.program, notes=self.notes)
                 return choice, (self if choice == self.config else exact).need(choice)
         return None, min(needs, key=lambda need: need.total(self.config.capture))
@@ -89,12 +89,12 @@ class Fitting:
 def fit(config, given: Collection[str], world, trainer: type):
     """`config` with such `micro_batches`, `ngram_rows` and `val_chunk` as fit each GPU of the `world`.
 
-    Where `micro_batches` was not given, each rank has at least one, if they divide the batches. Settings that
-    were `given` stay as they are: UserError if they do not fit, with some that do. Prints what it needs and
-    changes, and leaves what it found in `world.found`, for the log: memory, and with `config.doctor` the
-    machine's figures. On a CPU nothing has to fit. Another process begins to work out the canonical mask.
-    Meanwhile the kernels that the run will launch are compiled, unless an earlier start has left them and the
-    count in Triton's cache.
+    Where `micro_batches` was not given, each rank has at least one, if so many divide the batches. Settings
+    that were `given` stay as they are; if they do not fit, a UserError names some that do. Prints the memory
+    that the run needs and the settings that it changes. Leaves the memory, and with `config.doctor` the
+    machine's figures, in `world.found` for the log. On a CPU nothing has to fit. Another process begins to
+    work out the canonical mask. During the count the kernels that the run will launch are compiled, unless an
+    earlier start has left both the kernels and the count in Triton's cache.
     """
     if config.canonical:
         canonical.begin(config.padded_vocab)    # The first score that counts waits for it.
@@ -132,7 +132,7 @@ def fit(config, given: Collection[str], world, trainer: type):
 
 
 def fitted(argv: list[str], world, program) -> list[str]:
-    """The command line `argv` with what `fit` chooses behind it, for tools that train in their own way."""
+    """The command line `argv`, then the settings that `fit` chooses, for tools that train by themselves."""
     config, options = program.parse(argv)
     choice = fit(config, options["given"], world, program.Trainer)
     return [*argv, *" ".join(changes(config, choice)).split()]
@@ -145,10 +145,11 @@ def changes(config, choice) -> dict[str, str]:
 
 
 def choices(config, given: Collection[str], ranks: int) -> Iterator:
-    """Settings that need less and less: at first those of `config`, then with more and more halvings.
+    """Settings that need less and less memory: first those of `config`, then more and more halvings of these.
 
-    A halving is half as many tokens in a micro-batch or rows in the table; of as many halvings, those with
-    the longest table come first. The chunks of a validation are halved before that, since it costs nothing.
+    A halving halves the tokens of a micro-batch or the rows of the table. Among settings with equally many
+    halvings the longest table comes first. Before each further halving smaller chunks of a validation are
+    tried, since they cost nothing.
     """
     micro_batches, rows = [config.micro_batches], [config.ngram_rows]
     while "micro_batches" not in given and can_split(config, 2 * micro_batches[-1]):
@@ -175,7 +176,7 @@ def halvings(value: int, least: int) -> list[int]:
 
 
 def can_split(config, micro_batches: int) -> bool:
-    """Whether every stage's batch divides so, and its micro-batches still hold two long sequences."""
+    """Whether every stage's batch divides into `micro_batches` of at least two long sequences."""
     return all(stage.batch_tokens % (16 * micro_batches) == 0
                and stage.batch_tokens // micro_batches >= 2 * stage.sequence_length
                for stage in config.stages)
@@ -184,8 +185,8 @@ def can_split(config, micro_batches: int) -> bool:
 def candidates(config, steps: Iterable) -> dict[tuple[int, int], int]:
     """About how many candidates a part of a micro-batch has, by tokens and samples of its step.
 
-    The loader measures it over many steps. The first parts of the validation text tell nearly as much, at
-    once.
+    The loader measures this number over many steps. The first parts of the validation text give nearly the
+    same number, at once.
     """
     text = open_shard(shards_in(config.data_path, "val")[0], config.vocab_size)
     found = {}
@@ -200,7 +201,7 @@ def candidates(config, steps: Iterable) -> dict[tuple[int, int], int]:
 
 
 def room_of(world) -> int:
-    """Bytes that a run may use of each GPU: of the one with the least, and no more than the limit.
+    """Bytes that a run may use of each GPU: what the GPU with the least room has, but at most the limit.
 
     The limit is the environment's GPU_MEMORY_LIMIT_GB. torch's allocator keeps to it from now on.
     """

@@ -14,7 +14,7 @@ LARGEST = {int: 2 ** 63 - 1, float: sys.float_info.max}     # excludes NaN and i
 
 
 class Misfit(ValueError):
-    """A value is not of its kind: what was expected, and the innermost part of the value that is not that."""
+    """A value is not of its kind. Holds what was expected, and the innermost part that is wrong."""
 
 
 @dataclass(frozen=True)

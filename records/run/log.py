@@ -39,7 +39,7 @@ def place_of(path: Path) -> str:
 
 
 def working_folder() -> Path:
-    """The working folder, or what stands for it where it has been removed."""
+    """The working folder, or the path "." if the folder has been removed."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -51,7 +51,7 @@ class RunLog:
 
     A log that is not `enabled` (on ranks other than the first) writes nothing. `sources` is the hash of what
     runs. `first` is the number of steps that were taken before, in the run which this one resumes. `begun_in`
-    is the working folder, by which places keep their meaning if it is removed during the run.
+    is the working folder at the start: relative paths keep their meaning if the folder is removed later.
     """
 
     def __init__(self, name: str, enabled: bool = True):
@@ -85,7 +85,7 @@ class RunLog:
         return self
 
     def __exit__(self, _, error: BaseException | None, __) -> None:
-        """An error is the last line, in warm-up as in the run."""
+        """An error becomes the last line of the log, in the warm-up as well as in the run."""
         if error is not None:
             self.stopped(str(error) or "interrupted")
 
@@ -104,7 +104,7 @@ class RunLog:
         self.write("stopped", step=self.first + taken, reason=reason)
 
     def write(self, kind: str, **values: object) -> None:
-        """Add a line: a JSON object with the `kind` of line and these values. None follows the last one."""
+        """Add a line: a JSON object with its `kind` and these values. The last line closes the file."""
         if self.file is None:
             return
         with disk_errors(f"the run's log {self.path}"):

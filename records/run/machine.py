@@ -15,7 +15,7 @@ from data.overlap import fingerprint
 from data.shards import Manifest, ShardError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PROCESS_KEY = uuid4().hex        # Host and number of a process may be those of another machine's.
+PROCESS_KEY = uuid4().hex        # Two machines may have the same host name and process number.
 
 # Dense bf16 peak, FLOP/s, of devices whose name holds the key (vendor datasheets; first match). Others get no
 # MFU.

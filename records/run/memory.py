@@ -1,10 +1,10 @@
-"""What a run holds on each GPU, counted before it starts, and the settings that fit.
+"""What a run will hold on each GPU, counted before the run starts.
 
-The program itself is counted, not a formula. Model and optimizer are made on torch's meta device, where
+No formula is used: the program itself runs. Its model and optimizer are made on torch's meta device, where
 tensors have shapes and no memory. There they take each step that may need the most memory, and a validation,
-as they will on the GPU. Kernels are not launched, only compiled if wanted. A dispatch mode sees every tensor
-come and go. That takes a few seconds and needs no free memory. Three things are stood in for: what
-torch.compile fuses, FlashAttention, and the other ranks.
+as they will on the GPU. Kernels are not launched, only compiled if wanted. A dispatch mode sees when each
+tensor is made and freed. The count takes a few seconds and needs no free memory. Three things have
+stand-ins: what torch.compile fuses, FlashAttention, and the other ranks.
 """
 import math
 import sys
@@ -32,7 +32,7 @@ from records.run.checkpoint import copied_bytes
 
 META = torch.device("meta")
 WORKSPACES = 12 * 2 ** 25               # of cuBLAS: 32 MiB a stream and thread; runs took 6, 10 and 12
-LOST = SPARE + 0.03                     # of a step's memory: freed in pieces too small for what comes next
+LOST = SPARE + 0.03                     # share of a step's memory that is free in pieces too small to use
 MATMULS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten._scaled_mm)
 
 
@@ -86,9 +86,9 @@ class Counter(TorchDispatchMode):
         return x
 
     def compiled(self, function: Callable, **options) -> Callable:
-        """`function` as torch.compile would run it: what is between its inputs and outputs has no memory.
+        """`function` as torch.compile would run it: tensors between its inputs and outputs take no memory.
 
-        For the backward pass it keeps inputs, outputs and results of matmuls, and computes the rest again.
+        For the backward pass it keeps inputs, outputs and results of matmuls, and recomputes other tensors.
         """
         def pack(x: Tensor):
             made_here = self.fused is not None and x.untyped_storage()._cdata in self.fused
@@ -109,7 +109,7 @@ class Counter(TorchDispatchMode):
 
     @contextmanager
     def counting(self, launch: Launch) -> Iterator[None]:
-        """Inside, meta tensors are counted. They pass for a GPU's, and torch.compile is `compiled`.
+        """In the block meta tensors are counted and pass for a GPU's, and `compiled` replaces torch.compile.
 
         `launch`: what is done instead of launching a kernel; see records/run/ahead.py.
         """
@@ -139,7 +139,7 @@ def without_compilers() -> Iterator[None]:
     finally:
         if not imported:
             del sys.modules[name]
-        for function in met:        # torch remembers what it was given. Later it may ask for the real one.
+        for function in met:        # The function keeps the stand-in's answer; torch may need the real one.
             vars(function).pop("__dynamo_disable", None)
 
 
@@ -164,7 +164,7 @@ def flash_memory(q: Tensor, k: Tensor, v: Tensor, *_) -> Tensor:
 
 
 class OtherRanks(Collectives):
-    """Collectives on the meta device: what they allocate. `copies`: as `PeerCopies` does."""
+    """Collectives that only allocate, on the meta device; with `copies` as `PeerCopies` allocates."""
 
     def __init__(self, size: int, counter: Counter, copies: bool):
         super().__init__(size)
@@ -202,11 +202,11 @@ class Need(NamedTuple):
     """Bytes of one GPU."""
     table: int          # the n-gram table with its optimizer's state
     held: int           # all other weights, gradients and state, rotary tables, batches
-    shared: int         # of these, what the ranks share, which torch's allocator does not see
+    shared: int         # the part of `held` that ranks share, which torch's allocator does not see
     snapshot: int       # the copy of the first weights that warm-up puts back
     copy: int           # a checkpoint's copy of weights and state
-    step: int           # the most that a step holds beside that
-    apart: int          # what updates and sums hold on streams of their own, which get no other one's memory
+    step: int           # the most that a step holds beside all this
+    apart: int          # what updates and sums hold on their own streams, which reuse no memory of others
     validation: int     # the most that the forward pass of a validation holds
 
     @property
@@ -216,7 +216,7 @@ class Need(NamedTuple):
         return self.table + self.held - self.shared + most + WORKSPACES
 
     def total(self, graphs: bool) -> int:
-        """What has to be free. The memory of CUDA `graphs` stays theirs while a validation runs."""
+        """Bytes that have to be free. CUDA `graphs` keep their memory while a validation runs."""
         step, validation = (int((1 + LOST) * most) for most in (self.step, self.validation))
         step += self.apart
         later = step + validation if graphs else max(step, validation)
@@ -224,7 +224,7 @@ class Need(NamedTuple):
 
 
 def heaviest(steps: Iterable) -> list:
-    """The steps that no other one is sure to need as much memory as."""
+    """The steps that may need the most memory: no other step is at least as large in every respect."""
     sizes = {(step.batch_tokens, step.samples or math.inf, len(step.multi_token), step.update_adam): step
              for step in steps}
     return [step for size, step in sizes.items()
@@ -234,8 +234,8 @@ def heaviest(steps: Iterable) -> list:
 def empty_batch(tokens: int, candidates: tuple[int, ...], rows: int, longest: int) -> Batch:
     """A batch on the meta device, with room for short sequences.
 
-    candidates: the shape of its samples; rows: how many of the n-gram table its tokens read, 0: it is not
-    known yet, or there is no table.
+    candidates: the shape of the batch's samples; rows: how many rows of the n-gram table its tokens read, 0
+    if that is not known yet or there is no table.
     """
     sizes = tokens, tokens, tokens // 16, candidates, candidates, rows
     return Batch(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes), longest)
@@ -246,8 +246,8 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
           launch: Launch = no_launch) -> dict[int, Need]:
     """What each of `ranks` GPUs like `device` will hold, by the `val_chunk` of `chunks`. Allocates nothing.
 
-    `program` is train_gpt.py as a module; `copies`: ranks exchange by copies; `candidates`: of a
-    sample of the sampled softmax, by tokens and samples of its step. `launch`: see `Counter.counting`.
+    `program` is train_gpt.py as a module; `copies`: ranks exchange by copies; `candidates`: how
+    many a sample of the softmax has, by tokens and samples of its step. `launch`: see `Counter.counting`.
     """
     counter, peaks, finding, schedule = Counter(), [], 0, program.Schedule(config)
     on_each, kinds = config.micro_batches // ranks, schedule.kinds()
@@ -277,7 +277,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
             before = counter.restart()
             shard.update(optimizer.ops, optimizer.finite, optimizer.lr, optimizer.rates)
             apart += counter.peak - before
-        # A graph of each kind of step has inputs of its own, and batches are on their way twice.
+        # The graph of each kind of step has its own inputs, and each batch on its way is held twice.
         inputs = on_each * sum(x.nbytes for x in batch[:-1]) * (len(kinds) + 2 * (AHEAD + 2))
         inputs += finding       # of rows, while a step runs
         validation = {}

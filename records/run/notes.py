@@ -16,9 +16,9 @@ FILE = "notes.json"
 
 
 class Notes:
-    """Answers for these sources, these versions and this kind of GPU. What cannot be read is not there.
+    """Answers for these sources, these versions and this kind of GPU. An unreadable one counts as missing.
 
-    Triton's cache may be a folder or, by the user's choice, something else, with errors of its own.
+    Triton's cache may be a folder or, by the user's choice, another store, whose errors may be of any type.
     """
 
     def __init__(self, device: torch.device):
@@ -27,7 +27,7 @@ class Notes:
         self.new: list[tuple[object, object]] = []
 
     def place(self, question: object):
-        """Where Triton's cache keeps the answer to a question, which its `repr` tells from all others."""
+        """Where Triton's cache keeps the answer to a question. Questions differ if their `repr` differs."""
         from triton.runtime.cache import get_cache_manager
         return get_cache_manager(hashlib.sha256(repr((self.about, question)).encode()).hexdigest())
 
@@ -44,7 +44,7 @@ class Notes:
         self.new.append((question, answer))
 
     def keep(self) -> None:
-        """Write all that was added. What a cache does not take will be asked again."""
+        """Write all answers that were added. The next start asks again for what the cache refuses."""
         for question, answer in self.new:
             try:
                 self.place(question).put(json.dumps(answer), FILE, binary=False)

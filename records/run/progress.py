@@ -27,7 +27,7 @@ class Report:
     """
 
     def __init__(self, log: RunLog, clock: Clock, steps: int, world):
-        """For so many `steps` of the program's ranks, its `world`."""
+        """`steps`: how many the run has; `world`: the ranks of the program."""
         self.log, self.clock = log, clock
         self.device, self.rank, self.ranks = world.device, world.rank, world.size
         # One buffer for all steps is made here, because pinning memory during the run can wait for the GPU.
@@ -77,8 +77,8 @@ class Report:
     def validation(self, steps_done: int, loss: float) -> None:
         """The model after `steps_done` steps has this validation loss, nats a token.
 
-        Call it while the clock is paused. Raises Diverged if the loss is not finite: what the last update did
-        to the weights no training loss tells.
+        Call it while the clock is paused. Raises Diverged if the loss is not finite: no training loss
+        shows what the last update did to the weights.
         """
         while self.pending:
             self.log_oldest()
@@ -100,9 +100,9 @@ class Report:
 
 
 def summarise(report: Report, log: RunLog, config, ending: dict[str, object]) -> list[str]:
-    """Log what the run of a `train_gpt.Config` came to; returns lines for a person.
+    """Log the summary of a run; returns lines for a person.
 
-    `ending`: what else the summary says: how long the start took, on what data and devices the run was.
+    `config` is a `train_gpt.Config`; `ending` has more fields of the summary: of the start, data and devices.
     """
     seconds, loss, on_gpu = report.clock.seconds, report.validation_loss, report.device.type == "cuda"
     p50, p95 = np.percentile(report.step_ms, [50, 95])

@@ -54,7 +54,7 @@ def hints(table: type) -> dict[str, type]:
 
 
 def kinds(config: Config) -> dict[str, type]:
-    """The kind of every setting that has a flag; a column's is a list of its kind in a stage."""
+    """The kind of every setting that has a flag; for a column, a list of the kind of its field."""
     stages, known = getattr(config, "stages", ()), hints(type(config))
     by_stage = hints(type(stages[0])) if stages else {}
     return {name: kind for name, kind in known.items() if name not in NO_FLAG} | {
@@ -132,11 +132,11 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
           environment: Mapping[str, str]) -> tuple[Config, dict[str, object]]:
     """The configuration of a command line, and the options that are not settings.
 
-    They are `timetable`, `explain` and `given`, the names of the settings that were given.
+    These options are `timetable`, `explain` and `given`, the names of the settings that were given.
 
-    A preset (`default` where none is named), then `--name value` for any setting. Of the `environment`
-    DATA_PATH stands in for `--data_path`, and DISABLE_FP8=1 means `--fp8 none`. UserError says what is wrong
-    with a flag or a value.
+    The configuration begins as a preset (`default` where none is named); `--name value` changes a setting.
+    DATA_PATH in the `environment` stands in for `--data_path`, and DISABLE_FP8=1 means `--fp8 none`.
+    UserError says what is wrong with a flag or a value.
     """
     first = next(iter(presets))
     # --help shows the values of the preset that would run.
@@ -172,7 +172,7 @@ def parse(argv: list[str], presets: dict[str, Config], default: str, description
         raise UserError(f"--preset {shown(given.preset)}: choose {', '.join(presets)}")
     config, ranks = presets[given.preset], given.timetable
     texts = {name: getattr(given, name) for name in known if getattr(given, name) is not None}
-    # Of a flag that is given twice the last one counts, but lists of names add up.
+    # If a flag is given twice, the last value counts, but lists of names add up.
     values = {name: read(name, ",".join(several) if is_names(known[name]) else several[-1], known[name])
               for name, several in texts.items()}
     if "data_path" not in values and environment.get("DATA_PATH"):

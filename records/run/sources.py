@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# The program, its kernels, its data code, and what a run needs of the records. Runs that were made before
-# `records/run/` existed have no files of it, so that their hash is the same by this list.
+# The program, its kernels, its data code, and what a run needs of the records. Commits from before
+# `records/run/` existed have no files in it, so by this list their runs have the hash of their logs.
 SOURCE = re.compile(r"train_gpt\.py|kernels/(.+/)?[^/]+\.py|data/[^/]+\.py|records/run/[^/]+\.py")
 
 
@@ -36,8 +36,8 @@ def hash_sources(files: dict[str, bytes]) -> str:
 def source_changes(root: Path = ROOT) -> bytes:
     """How the sources on disk differ from the commit that is checked out, as one patch; b"" if they do not.
 
-    Files that git does not track, or ignores, are in it too. b"" also where there is no git or no commit:
-    then the log names no commit either.
+    The patch has files that git does not track, or ignores, too. It is also b"" where there is no git or no
+    commit; then the log names no commit either.
     """
     with tempfile.TemporaryDirectory() as folder:
         # An index of its own leaves what the person has staged alone.

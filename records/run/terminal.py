@@ -1,4 +1,4 @@
-"""What a run has of its terminal: output that perhaps nobody reads any more, and signals to end."""
+"""Lets a run outlive its terminal, whose reader may go, and end in order when a signal asks it to."""
 import os
 import signal
 import sys
@@ -9,9 +9,9 @@ from data.errors import NO_SPACE, keep_nothing, open_streams
 
 
 class Lasting:
-    """A stream whose reader may go, as in `… | head`, or whose terminal: what is said then goes nowhere.
+    """A stream whose reader or terminal may go, as in `… | head`. What is written after that is dropped.
 
-    Errors with a number in `told` are raised all the same.
+    Errors whose number is in `told` are raised all the same.
     """
 
     def __init__(self, stream: TextIO, told: set[int]):
@@ -48,13 +48,13 @@ def end_quietly() -> None:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """What asks a run to end: SIGHUP comes when the terminal has gone, if `nohup` does not ignore it."""
+    """Signals that ask a run to end. SIGHUP, of a lost terminal, is one unless `nohup` is used."""
     hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM] + [signal.SIGHUP] * hangup
 
 
 def interrupt(number: int, frame: object) -> None:
-    """KeyboardInterrupt. A shell and the system may both tell of a terminal that goes: once is enough."""
+    """Raise KeyboardInterrupt. The shell and the system may both send SIGHUP; the second one is ignored."""
     if number == signal.SIGHUP:
         signal.signal(number, signal.SIG_IGN)
     signal.default_int_handler(number, frame)

@@ -108,9 +108,9 @@ def write_json(path: Path, data: dict) -> None:
 
 
 def publish(part: Path, folder: Path) -> None:
-    """Give a finished folder its name, so that it is there whole or not at all. An older one goes.
+    """Give a finished folder its name, so that it is there whole or not at all. An older `folder` is removed.
 
-    It goes by way of a new name, since a FOLDER.old may be the user's.
+    The older one is first moved to a new name, since a FOLDER.old may be the user's.
     """
     sync(part)
     own = Path(tempfile.mkdtemp(prefix=".replaced-", dir=folder.parent))
@@ -133,7 +133,7 @@ def publish(part: Path, folder: Path) -> None:
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder to be filled, which is then published as `folder`; an error removes it.
 
-    Until then it lies beside it under a new name, since whatever else is there may be the user's.
+    Until then it lies beside `folder` under a new name, since any other name may be the user's.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix=".saving-", dir=folder.parent))
@@ -147,7 +147,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def plain(config) -> dict:
-    """The settings as JSON has them. Of the data only the folder's name, and no place on this machine."""
+    """The settings as JSON has them, without paths of this machine; `data_path` is a folder's name alone."""
     places = {"data_path": Path(config.data_path).name, "save": "", "checkpoint": "", "resume": "",
               "score": ()}
     return json.loads(json.dumps(asdict(config) | places))
@@ -260,7 +260,7 @@ def name_files(files: TensorFiles) -> None:
 
 @contextmanager
 def fitting(folder: Path) -> Iterator[None]:
-    """UserError where what a folder holds does not fit together: a stranger may have made it."""
+    """Raise UserError where the contents of a folder do not fit together: a stranger may have made them."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError, MemoryError,
@@ -290,7 +290,7 @@ def read_json(path: Path, form: str, version: int) -> dict:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file, mapped into memory; UserError if it is damaged."""
     try:
-        open_regular(path).close()      # A pipe would be waited for.
+        open_regular(path).close()      # A pipe would block `load_file`.
         return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: truncated or damaged ({shown(error)}); fetch or save it again") from None

@@ -12,8 +12,8 @@ settings of train_gpt.py can be given. Instead of timing steps it can do these:
                    seeds, each with every `--try`, and tests the difference: one seed says little.
 --screen           train whole schedules, each with about half of the `--try`s, and print the effect of each:
                    12 runs for eight changes, each run with a seed of its own (records/tools/screen.py).
-                   `--runs 2` adds 12 that make in turn what those did not: then pairs of changes that help or
-                   harm each other move no effect.
+                   `--runs 2` adds 12 runs; each makes the changes that a run of the first 12 did not make.
+                   Then pairs of changes that help or harm each other move no effect.
 --against FOLDER   time another checkout of this project in turn with this one, with the same settings
 --check N          first take N steps from the same weights, twice eagerly and twice as CUDA graphs, and print
                    how far their losses differ: with deterministic kernels, and with those of training
@@ -72,9 +72,9 @@ def pairs_of_stages(schedule: train_gpt.Schedule) -> list[Pair]:
 def measure(trainer: train_gpt.Trainer, steps: int) -> list[float]:
     """The milliseconds of a step in each stage, over `steps` steps after four that are not timed.
 
-    Adam updates in every second step, which takes longer. A median over both kinds would lie anywhere in the
-    gap between them, so it is the mean of each kind's median. Batches come prepared: what a run does with
-    them beside earlier steps is not timed.
+    Adam updates in every second step, and such a step takes longer. A median over both kinds could lie
+    anywhere in the gap between them, so the result is the mean of the two kinds' medians. Batches come
+    prepared: a run prepares them during earlier steps, which is not timed here.
     """
     device, times = trainer.world.device, []
     for pair in pairs_of_stages(trainer.schedule):
@@ -108,7 +108,7 @@ def vary(text: str, argv: list[str], train: bool) -> train_gpt.Config:
         if name not in known:
             raise UserError(f"--try {text}: no setting {name!r} to change here (train_gpt.py --help lists "
                             "all)")
-    # Of a list of names a flag that is given twice would add to the first.
+    # If a flag with names were given twice, the names would add up.
     kept = without(argv, (name for name, _ in given))
     return train_gpt.parse([*kept, *(f"--{name}={value}" for name, value in given)])[0]
 
@@ -123,7 +123,7 @@ def build(config: train_gpt.Config, world: train_gpt.World) -> train_gpt.Trainer
 
 def time_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, steps: int,
                  say: Callable) -> str:
-    """A table of every variant's milliseconds, and of the first one's once more."""
+    """A table of every variant's milliseconds. The first variant is timed again at the end."""
     if steps < 2:
         raise UserError(f"--repeat {steps}: half of the steps update by Adam; use at least 2")
     if slow := [name for name, config in variants.items() if config.adam_every > 2]:
@@ -150,7 +150,7 @@ def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
 def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, say: Callable) -> str:
     """A table of means over seeds. Each seed is trained with every variant before the next seed.
 
-    The order turns about, so that a drift of the machine takes no side.
+    Every second seed reverses the order, so that a drift of the machine favours no variant.
     """
     results: dict[str, list[Result]] = {name: [] for name in variants}
     first = variants[AS_GIVEN]

@@ -13,7 +13,7 @@ from records.tools.markdown import table
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORKER = Path(__file__).with_name("worker.py")
 TURNS = 2
-# What torchrun tells its processes: a torchrun that is started by one of them must not believe it.
+# Variables that torchrun sets for its processes. A torchrun that one of these starts must not get them.
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE",
             "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -28,8 +28,7 @@ class Timed(NamedTuple):
 def compare_checkouts(other: Path, settings: list[str], steps: int) -> str:
     """A table: a row for each turn, and the difference in per cent between the means of both checkouts.
 
-    As many ranks as this process was started with (by torchrun) run each turn, with the same settings of
-    train_gpt.py.
+    Each turn has as many ranks as torchrun started this process with, and the same settings of train_gpt.py.
     """
     turns: dict[str, list[Timed]] = {"other": [], "this": []}
     for _ in range(TURNS):

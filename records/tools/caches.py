@@ -5,9 +5,10 @@
 
 A start takes 27 s on one H200 with empty caches and 12 s with full ones (one start each). The file has the
 caches of Inductor, Triton and FlashAttention-4, whichever program filled them. It fits machines with the same
-kind of GPU and the same versions; others are refused, since they would compile anew all the same.
+kind of GPU and the same versions. On others `unpack` refuses it, since they would compile anew all the same.
 
-Compiled kernels are programs, and what a cache holds is run: unpack only files that you packed yourself.
+Compiled kernels are programs, and a run executes what its caches hold: unpack only files that you packed
+yourself.
 """
 import getpass
 import io
@@ -77,9 +78,9 @@ def pack(file: Path) -> tuple[int, int]:
 
 
 def unpack(file: Path) -> tuple[int, int]:
-    """Put the files of `file` into this machine's caches; how many are new, and how many were there already.
+    """Put the files of `file` into this machine's caches; returns how many are new, and how many were there.
 
-    DataError if they are of other versions or another GPU. A file that is there already stays.
+    DataError if the kernels are for other versions or another GPU. A file that is there already stays.
     """
     new = old = 0
     with opened(file) as tar:

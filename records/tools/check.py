@@ -22,8 +22,8 @@ from records.tools.record import (
 from records.tools.rules import STAMPS, check_rules, origin
 from records.tools.schema import NUMBER, RecordError, Run
 
-# Of the time between validations: logs round, and a step's end is measured on the device.
-RULES_BEGAN = "2026-11-23"      # when a record had to show three texts, and more (rules.py)
+RULES_BEGAN = "2026-11-23"      # from then on a record had to show three texts, and more (rules.py)
+# A share of the time between validations: logs round times, and a step's end is measured on the device.
 CLOCK_TOLERANCE = 0.01
 LAST_TOLERANCE = 0.01   # seconds: the clock is read again when the run has ended
 STAMPS_TOLERANCE = 0.1  # seconds: validations begin and end between two readings of the system's time
@@ -76,7 +76,7 @@ def check(folder: Path, read: Callable[[Path], Record] = load) -> tuple[list[str
 
 
 def check_logs(recorded: list[dict], true: list[dict]) -> list[str]:
-    """Where record.json says other runs than there are logs, or other things of them than their logs do."""
+    """Where record.json lists other runs than there are logs, or says of a run what its log does not."""
     by_log, problems = {run["log"]: run for run in recorded}, []
     if [run["log"] for run in recorded] != [run["log"] for run in true]:
         problems.append(f"record.json has the runs {[run['log'] for run in recorded]}, but the logs here are "
@@ -92,7 +92,7 @@ def check_logs(recorded: list[dict], true: list[dict]) -> list[str]:
 
 
 def check_sources(record: Record) -> tuple[list[str], list[str]]:
-    """(problems, notes): whether the commit that the record names is what its logs say that they ran."""
+    """(problems, notes): whether the sources of the record's commit are the sources that ran, by its logs."""
     commit, hashed = record.data["commit"], record.runs[0].header["sources"]
     headers = [run.header for run in (*record.runs, *filter(None, [record.second]))]
     named = {header["commit"] for header in headers}
@@ -144,7 +144,7 @@ def check_words(record: Record, table: str) -> list[str]:
 
 
 def check_clock(run: Run) -> list[str]:
-    """Broken clock rules: every step counted, inside the clock, and the totals those of the last step."""
+    """Broken clock rules: the clock covers every step, and the totals are those of the last step."""
     if "resumed" in run.header:
         return ["it went on from a checkpoint, so its clock has counted only the rest"]
     if problems := check_numbers(run):

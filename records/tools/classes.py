@@ -5,7 +5,7 @@ CLASSES = {"at most 0.3 G": 300_000_000, "at most 65 G": 65_000_000_000}    # pa
 
 
 def table_parameters(header: dict) -> int | None:
-    """Parameters of the n-gram table. Of a log that does not name its length: all, None if it names none."""
+    """Parameters of the n-gram table; of a log without its length all parameters, None if unknown."""
     config = flatten(header["config"])
     rows, width = config.get("ngram_rows"), config.get("head_dim")
     return rows * width if type(rows) is type(width) is int else header.get("parameters")

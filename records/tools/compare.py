@@ -52,7 +52,7 @@ def compare(a: list[Run], b: list[Run], names: tuple[str, str] = ("A", "B")) -> 
 def stage_rows(a: list[Run], b: list[Run]) -> list[dict]:
     """The median milliseconds of a step in each stretch of equal batch, averaged over a side's runs."""
     sides = [median_stages(a), median_stages(b)]
-    # Also a foreign log against ours: only the whole can be set side by side.
+    # If the stretches differ, as with a foreign log, only all steps together can be compared.
     if len(sides[0]) != len(sides[1]):
         sides = [{"all steps": float(np.mean([np.median(run.steps["ms"]) for run in runs]))}
                  for runs in (a, b)]

@@ -3,7 +3,7 @@
     ./run.sh doctor                             (torchrun … -m records.tools.doctor, a process for each GPU)
 
 Each line begins with ok, slow or broken, and says by how much and what to do. A run with `--doctor true`
-looks as well, and puts the figures in its log; `python -m records compare` shows where two machines differ.
+makes the same checks and logs their figures; `python -m records compare` shows where two machines differ.
 """
 import os
 import platform
@@ -46,7 +46,7 @@ class Line(NamedTuple):
 
 
 def rated(name: str, got: float, wanted: float | None, unit: str, advice: str) -> Line:
-    """A rate beside the least that a machine in order has; None: not known."""
+    """A rate beside `wanted`, the least rate of a machine in order, or None if that is not known."""
     figures = {f"{name}, {unit}": round(got, 3)}
     if wanted is None or got >= wanted:
         return Line("ok", f"{name}: {got:,.4g} {unit}", figures)
@@ -171,7 +171,7 @@ def timed(device: torch.device, work: Callable[[], object], seconds: float = 0.5
 
 
 def matmuls(world: World) -> Iterator[Line]:
-    """What the processor multiplies and copies, beside what its data sheet says."""
+    """The rates of a matmul and of a copy, beside those of the processor's data sheet."""
     device, on_gpu = world.device, world.device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if on_gpu else (1024, torch.float32)
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -204,7 +204,7 @@ def ask(device: torch.device, *fields: str) -> list[float | None]:
 
 
 def ask_under_load(device: torch.device, *fields: str) -> list[float | None]:
-    """The same while the GPU multiplies, for as long as the answer takes."""
+    """As `ask`, while the GPU multiplies until the answer comes."""
     a = torch.ones(8192, 8192, dtype=torch.bfloat16, device=device)
     timed(device, lambda: torch.mm(a, a))
     with ThreadPoolExecutor(1) as other:
@@ -247,7 +247,7 @@ def gpu(world: World) -> Iterator[Line]:
 
 
 def exchange(world: World) -> Iterator[Line]:
-    """What the ranks' collectives move, by torch.distributed and by what a run would choose."""
+    """The rate of the ranks' collectives, by torch.distributed and by the kind that a run would choose."""
     if world.size == 1:
         return
     device, on_gpu = world.device, world.device.type == "cuda"
@@ -273,7 +273,7 @@ def exchange(world: World) -> Iterator[Line]:
 
 
 def pairs(_: World) -> Iterator[Line]:
-    """`copies`, in a process of its own, whose end gives back what it took of every GPU's memory."""
+    """`copies` in a process of its own: its end frees the memory that it took on every GPU."""
     count = torch.cuda.device_count()
     if count > 1:
         with ProcessPoolExecutor(1, get_context("spawn")) as other:
@@ -297,7 +297,7 @@ EVERYWHERE, ON_THE_FIRST = (gpu, matmuls, exchange), (versions, host, disk, star
 
 
 def look(world: World) -> list[Line]:
-    """What all checks find. All ranks must call; they wait while the first one does its own."""
+    """What all checks find. All ranks must call; the others wait while rank 0 makes its own checks."""
     lines = [line for check in (ON_THE_FIRST if world.rank == 0 else ()) for line in found(check, world)]
     world.barrier()
     own = [line for check in EVERYWHERE for line in found(check, world)]

@@ -2,9 +2,9 @@
 
     python -m records.tools.headline        writes loss-time-light.svg and -dark.svg into records/figures
 
-A line is the training loss of a record's runs, which were scored at their ends alone: the mean over all
-runs and over 41 steps. The filled mark at its end is the mean validation loss. Of the public script there
-are no logs here, so its validations stand in PUBLIC below.
+A line is the training loss of a record's runs, averaged over all runs and over 41 steps. The runs were
+validated at their ends alone, so the filled mark at the line's end is their mean validation loss. There are
+no logs of the public script here; its validations stand in PUBLIC below.
 """
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from records.tools.svg import compact
 SHOWN = {"4 × H200": "2026-11-22_four-h200-copies", "2 × H200": "2026-11-28_two-h200-small-parts",
          "1 × H200": "2026-11-27_one-h200"}
 # The public speedrun's script of record 89, 690 + 15 steps, on our corpus: (seconds, validation loss). It ran
-# once on four GPUs, and on two GPUs once on each of two machines, of which only the ends are known. Its
-# conditions are in records/README.md.
+# once on four GPUs, and on two GPUs once on each of two machines; of the runs on two only the ends are known.
+# The conditions are in records/README.md.
 PUBLIC = {"4 × H200": [[(18.7, 4.3273), (47.7, 3.4343), (80.2, 3.2709)]],
           "2 × H200": [[(150.9, 3.2795)], [(156.3, 3.2746)]]}
 THEMES = {"light": (INK, ["#0072B2", "#D55E00", "#009E73"]),

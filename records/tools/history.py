@@ -9,7 +9,7 @@ from records.tools.schema import RecordError
 
 
 class NoHistory(RecordError):
-    """The history that would tell is not here: no git, no repository, or a clone without old commits."""
+    """The history is not here: there is no git, no repository, or the clone lacks old commits."""
 
 
 def git(repository: Path, *words: str, data: bytes = b"") -> bytes:

@@ -32,8 +32,8 @@ def launch(command: str, runs: Path) -> Run:
 
 
 def with_settings(command: str, settings: dict[str, str]) -> str:
-    """`command` with `--name value` for each setting; RecordError if it sets one of them already, or if one
-    has a name that no setting has: a shell reads the command.
+    """`command` with `--name value` for each setting. RecordError if the command sets one of them already, or
+    if a name cannot be a setting's: a shell will read the command.
     """
     for name in settings:
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):

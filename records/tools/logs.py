@@ -35,7 +35,7 @@ def find_logs(place: str | Path) -> list[Path]:
     """The logs that a file, a folder (at any depth) or a pattern such as "records/runs/*-name" means, sorted.
 
     In a folder every `log.jsonl` and `*.jsonl.gz` counts; only where there is none, every `*.txt` and `*.log`
-    (foreign logs) does. Of a record those that its numbers are of, so not the second full run.
+    (foreign logs) does. Of a record, only the logs behind its numbers count, so not the second full run's.
     """
     paths = [Path(p) for p in sorted(glob.glob(str(place)))] or [Path(place)]
     logs = []
@@ -56,7 +56,7 @@ def find_logs(place: str | Path) -> list[Path]:
 
 
 def run_of(log: Path) -> str:
-    """The path without what says how the log is kept, so that a run keeps its place in a record's order."""
+    """The log's path without the ending that differs when it is packed: so a packed run keeps its place."""
     return str(log).removesuffix(PACKED).removesuffix(f"/{LOG_NAME}")
 
 
@@ -66,7 +66,7 @@ def read_logs(places: list[str | Path]) -> list[Run]:
 
 
 def read_log(path: Path) -> Run:
-    """A log of ours or a foreign one as a `Run`. One that was cut short gives a partial run and says so."""
+    """A log of ours or a foreign one as a `Run`. One that was cut short gives a partial run and a warning."""
     path = Path(path)
     contents = read_bytes(path)
     if not contents.strip():

@@ -1,7 +1,7 @@
-"""python -m records.tools.memory: what whole runs were counted to hold on a GPU, and what they took.
+"""python -m records.tools.memory: the memory that whole runs counted beforehand, and that they took.
 
-Each run gets a limit of memory and chooses its own settings. Then the same settings are given, with one byte
-less than they need, which must be refused before the run starts. On GPUs only; a run takes a minute or so.
+Each run gets a limit of memory and chooses its own settings. Then a second run is given these settings and a
+limit one byte below their need; it must be refused at once. On GPUs only; a run takes a minute or so.
 """
 import json
 import os
@@ -21,7 +21,7 @@ FLAGS = "--steps 57 --extra_steps 3 --val_every 0 --momentum_warmup 30 --momentu
 
 
 def train(ranks: int, flags: list[str], limit: str | None) -> tuple[subprocess.CompletedProcess, list[dict]]:
-    """Run train_gpt.py on so many GPUs; what it said, and the lines of its log, [] if it wrote none."""
+    """Run train_gpt.py on `ranks` GPUs; returns the process, and its log's lines or []."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"RUNS_PATH": folder} | ({LIMIT: limit} if limit else {})
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
@@ -34,8 +34,8 @@ def train(ranks: int, flags: list[str], limit: str | None) -> tuple[subprocess.C
 def measure(ranks: int, flags: list[str], limit: str | None) -> list[str]:
     """A row of the table: limit, settings, GB counted and measured, and whether a byte less was refused.
 
-    "Counted" and "measured" are of tensors. "Reserved" is what torch's allocator took for them, with what
-    lies idle in between, and must fit into "needed".
+    "Counted" and "measured" are bytes of tensors. "Reserved" is what torch's allocator took for the tensors,
+    with the idle memory between them; it must fit into "needed".
     """
     done, log = train(ranks, flags, limit)
     said = next((line for line in done.stderr.splitlines() if line.startswith("train_gpt.py: ")), "")

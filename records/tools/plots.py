@@ -82,7 +82,7 @@ def draw(axes: plt.Axes, index: int, curves: list[tuple[np.ndarray, ...]], label
          marker: bool = True) -> None:
     """One group: the curves (steps, x, y) of its runs as a mean line and a range band, step by step.
 
-    Where a run is not, because it has ended or went on from a checkpoint, the others stand alone.
+    At steps that a run lacks, since it has ended or went on from a checkpoint, only the other runs count.
     """
     points = np.unique(np.concatenate([steps for steps, *_ in curves]))
     padded = np.full((2, len(curves), len(points)), np.nan)
@@ -193,7 +193,7 @@ def draw_last_losses(axes: plt.Axes, losses: dict[str, list[float]], label: str,
     for target in targets:
         if low - 2 * (high - low) < target < high + 2 * (high - low):
             draw_target(axes, target)
-        else:  # it would flatten all the rest
+        else:  # the target would flatten the losses
             axes.plot([], [], " ", label=f"target {target:g}, {'below' if target < low else 'above'} the "
                                          "axis")
     axes.set_xlim(-0.6, len(losses) - 0.2)
@@ -264,8 +264,8 @@ def schedule_figure(groups: Groups) -> Figure | None:
 def progress_figure(series: dict[str, list[tuple[date, float, bool]]]) -> Figure:
     """The best time so far over dates. `series`: machine, preset, target -> records' (date, mean s, proven).
 
-    Proven are those whose loss is below the target by the t-test; they make the line, the others are hollow
-    marks.
+    A record is proven if the t-test shows its loss to be below the target. Proven records make the line; the
+    others are hollow marks.
     """
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(4.4, max(3.3, 2.6 + 0.36 * len(series))))     # legend above

@@ -40,7 +40,7 @@ def require_sample(runs: list[Run], what: str = "the runs") -> None:
 
 
 def origin(run: Run) -> str:
-    """What no two runs of a sample may share: the seed; of a foreign log, which tells none, its curve."""
+    """What no two runs of a sample may share: the seed, or the curve of a foreign log, which has no seed."""
     if run.seed is not None:
         return f"seed {run.seed}"
     return "equal numbers " + ", ".join(f"{loss:g} at {time_s:g} s" for loss, time_s in
@@ -59,9 +59,9 @@ def require_one_configuration(runs: list[Run], what: str) -> None:
 def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:
     """Setting -> (in a, in b) where two runs differ, seed and name aside; "sources" where their code does.
 
-    Of a foreign log against ours only what both say, and that one is foreign. The fingerprints of the data
-    and of other texts count only where both logs tell them: the first logs did not, and an unfinished one
-    does not yet.
+    Between a foreign log and ours only fields that both have are compared, and the form is a difference. The
+    fingerprints of the data and of other texts count only where both logs have them: the first logs had none,
+    and an unfinished log has none yet.
     """
     ignored = frozenset(key for key in flatten(a.header["config"]) if last_part(key) in NOT_CONFIGURATION)
     fields = ("preset", "world_size", "attention", "fp8", "target", "sources")
@@ -77,7 +77,7 @@ def configuration_differences(a: Run, b: Run) -> dict[str, tuple]:
 
 
 def environment_differences(a: Run, b: Run) -> dict[str, tuple]:
-    """Key -> (in a, in b) where machine, driver or versions differ, as far as foreign logs tell them."""
+    """Key -> (in a, in b) where machine, driver or versions differ. A foreign log may leave some unknown."""
     said = [{"machine": devices_text(run.header["devices"]), "driver": run.header["driver"],
              "versions": run.header["versions"]} for run in (a, b)]
     found = differences(*said)

@@ -68,9 +68,9 @@ class Record:
             return ""
 
     def sources(self) -> dict[str, bytes]:
-        """What its runs ran, path -> contents.
+        """The sources that the record's runs ran, path -> contents.
 
-        NoHistory where git cannot tell here, RecordError where that is unknown.
+        NoHistory where this clone or machine lacks the history; RecordError where the commit is unknown.
         """
         return sources_at(self.folder, self.data["commit"])
 
@@ -206,7 +206,7 @@ def pack_log(run: Run, folder: Path) -> None:
 
 
 def run_again(folder: Path, header: dict) -> str:
-    """The command that runs what a run with this header ran, from the top of the repository."""
+    """The command that repeats the run of this header, given at the top of the repository."""
     place = f"../{folder.name}"
     program = shlex.join(map(str, header["command"]))
     ranks = header["world_size"]
@@ -266,13 +266,13 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
 
 
 def write_text(path: Path, text: str) -> None:
-    """All of the file or nothing of it changes. Halves of characters become "?"."""
+    """Write the file whole or not at all. A lone surrogate, which UTF-8 cannot hold, becomes "?"."""
     with whole_file(path) as file:
         file.write(text.encode(errors="replace"))
 
 
 def require_sources(root: Path, header: dict) -> None:
-    """RecordError unless the commit that a log's header names has the sources that it says ran."""
+    """RecordError unless the commit in a log's header has the sources that, by this header, ran."""
     commit, expected = header["commit"], header["sources"]
     if commit is None:
         raise RecordError("the logs name no commit: there was no git where they ran")

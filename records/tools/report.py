@@ -26,7 +26,7 @@ LEGEND = ("Mean ± standard deviation over n runs; p of the one-sided t-test of 
           "target\", for n > 1.\nThe class of the n-gram table goes by its parameters: at most 0.3 G, at "
           "most 65 G, or open.\nRuns with --retrieval are classes of their own.\n"
           "Other texts, -: scored on the validation text alone.")
-# Of what others wrote into a record nothing may run or be fetched, even where an escape was forgotten.
+# The browser runs and fetches nothing that others wrote into a record, even where an escape was forgotten.
 POLICY = ("default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
           "form-action 'none'")
 STYLE_SHEET = Path(__file__).with_name("page.css")
@@ -109,7 +109,7 @@ def html_page(records: list[Record]) -> str:
 
 
 def progress(records: list[Record]) -> dict[str, list[tuple[date, float, bool]]]:
-    """Times are comparable only on one machine, preset, class, target and texts: a series for each."""
+    """A series for each machine, preset, class, target and set of texts: times compare only within it."""
     series = defaultdict(list)
     for record in records:
         name = (f"{machine(record)}, {record.data['preset']}, {table_class(record.runs[0].header)}, "

@@ -8,9 +8,9 @@ from records.tools.schema import Run, differences
 from records.tools.stats import SIGNIFICANCE, TARGET
 
 # The corpus's training text repeats passages of its validation text, which flatters n-gram tables. So a
-# record on it has to reach what the public script of record 89 reaches on `clean`, too; `fineweb` is stated.
+# record on it must also reach on `clean` what the public script of record 89 reaches; `fineweb` has no limit.
 CORPUS, LIMITS = "corpus", {"clean": 3.570}
-# What every run on the corpus says of the limit and of the texts: a text is its tokens, not its name.
+# What the log of every run on the corpus must say of target and texts. Hashes of tokens identify a text.
 CORPUS_RUN = {
     "target": TARGET, "val_tokens": 10_485_760,
     "data": {"train": "5f3fdc280cae0d6a8b4ffa8af97bda64267e41cacec4be3fb6d241b231064dfb",
@@ -56,7 +56,7 @@ def is_corpus(run: Run) -> bool:
 
 
 def corpus_differences(run: Run) -> dict[str, tuple]:
-    """Where a run on the corpus says something else than CORPUS_RUN: (that, what it says)."""
+    """Where the log of a run on the corpus differs from CORPUS_RUN: key -> (in CORPUS_RUN, in the log)."""
     said = {"target": run.header["target"], "val_tokens": run.header["config"].get("val_tokens"),
             "data": run.summary.get("data", {}),
             "texts": {name: run.texts.get(name, {}) for name in CORPUS_RUN["texts"]}}
@@ -106,5 +106,5 @@ def check_second(data: dict, runs: list[Run], second: Run) -> list[str]:
 
 
 def origin(run: Run) -> tuple:
-    """The process that ran it: by a key of its own, or in older logs by host and number, which may repeat."""
+    """The process of a run: its key, or in older logs host and process number, which may repeat."""
     return run.header.get("process_key") or (run.header.get("host"), run.header.get("process"))

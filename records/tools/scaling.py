@@ -3,9 +3,9 @@
     python -m records.tools.scaling --ranks 1,2,4 --preset corpus --ngram_rows 134217728 --micro_batches 4
 
 Trains for a few steps of each of three batches, on each number of ranks, with collectives by copies between
-GPUs and by NCCL (gloo on a CPU), and reads the milliseconds out of the logs. Settings go to train_gpt.py, but
-for those that this tool sets: a line names them. Give `--micro_batches` for the most ranks: without it each
-number of ranks may have another, and would not compute the same.
+GPUs and by NCCL (gloo on a CPU), and reads the milliseconds out of the logs. Settings go to train_gpt.py,
+except those that this tool sets itself; a line names the ones left out. Give `--micro_batches` for the most
+ranks: without it the numbers of ranks may differ in micro-batches, and would not compute the same.
 """
 import json
 import math
@@ -38,7 +38,7 @@ def times(run: Run) -> dict[str, tuple[float, float, float]]:
 
 
 def ways(ranks: list[int]) -> Iterator[tuple[int, str]]:
-    """What is measured: numbers of ranks, fewest first, and by what they exchange."""
+    """What is measured: each number of ranks, fewest first, with each kind of collectives."""
     for count in sorted(set(ranks)):
         yield from [(count, "copies"), (count, "nccl")] if count > 1 else [(1, "none")]
 

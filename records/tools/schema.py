@@ -38,8 +38,8 @@ LATER = {
         "began": NUMBER, "ended": NUMBER, "paused_s": NUMBER, "data": dict, "changed_shards": list,
         "reserved_memory_bytes": int | None},
 }
-# What the step lines of the first logs did not say yet, and what then stands for it; windows are short and
-# long, blocks.
+# Fields that the step lines of the first logs lack, with the values that then stand for them. Windows are
+# the short and the long one, in blocks.
 SCHEDULE = {"momentum": math.nan, "windows": [math.nan, math.nan]}
 
 

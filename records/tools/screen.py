@@ -5,11 +5,11 @@ effect is the mean of the runs that make it minus the mean of those that do not.
 often on either side, so they cancel. With 12 runs of standard deviation 0.003 the standard error of each of
 eight effects is 0.0017. Eight pairs of runs would be 16, and the standard error of each difference 0.0042.
 
-The designs are those of Plackett and Burman (Biometrika 33, 1946). They take effects for sums: where two
-changes help or harm each other, that appears in the effects of others. A second pass makes in each run
-what the first did not (a fold-over: Box and Wilson, 1951). In both passes together pairs move no effect.
-What a screening finds has to be confirmed by runs of its own all the same: four effects that added up to
-0.0087 came to 0.0002 (records/measuring.md).
+The designs are those of Plackett and Burman (Biometrika 33, 1946). They assume that effects add up: where two
+changes help or harm each other, that shows in the effects of other changes. A second pass repeats the runs;
+each then makes the changes that it did not make before (a fold-over: Box and Wilson, 1951). In both passes
+together such pairs move no effect. Runs of their own must still confirm what a screening finds: four effects
+that added up to 0.0087 came to 0.0002 (records/measuring.md).
 """
 import numpy as np
 from scipy import stats
@@ -17,7 +17,7 @@ from scipy import stats
 from records.run.settings import UserError
 
 SIZES = 8, 12, 20, 24   # runs; each is a prime that leaves 3 divided by 4, plus one
-SPARE = 3               # runs at least, beyond what the mean and the effects take: they tell the spread
+SPARE = 3               # fewest runs beyond one for the mean and one for each effect; they show the spread
 SURE = 0.95
 
 

@@ -104,8 +104,7 @@ def welch(a: list[float], b: list[float]) -> Difference:
     error = math.hypot(sample_a.standard_error, sample_b.standard_error)
     freedom = error ** 4 / sum(sample.standard_error ** 4 / (sample.n - 1) for sample in (sample_a, sample_b))
     half = float(stats.t.ppf(0.975, freedom)) * error
-    # The usual sum of two quantiles (of the size of the test and of its power) stands in for the noncentral
-    # t.
+    # The usual sum of two quantiles, for the test's size and for its power, approximates the noncentral t.
     smallest = half + float(stats.t.ppf(0.8, freedom)) * error
     p = 2 * float(stats.t.sf(abs(difference) / error, freedom))
     return Difference(difference, difference - half, difference + half, p, smallest)

@@ -42,8 +42,8 @@ def parse_settings(texts: list[str]) -> dict[str, list[str]]:
 def sweep(command: str, settings: dict[str, list[str]], seeds: int, runs: Path, name: str) -> list[dict]:
     """Run what is missing of all combinations × seeds 0 … `seeds` - 1; a result for each combination.
 
-    The runs' name ends in a hash of the command and of the sources: with another of either it is another
-    sweep. A combination that diverges is given up with its first such seed.
+    The name of the runs ends in a hash of command and sources, so another command or other sources make
+    another sweep. A combination gets no more seeds after the first one that diverges.
     """
     if seeds < 1:
         raise RecordError(f"--seeds {seeds}: at least one; three show a spread")

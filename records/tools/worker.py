@@ -2,8 +2,8 @@
 
     worker.py MODULE [settings]
 
-It imports nothing of the checkout that it lies in, but all from the folder that it is started in. Both
-checkouts' steps are measured by `measure` here: an older `ablate` takes one median over two kinds of steps.
+This file imports the project's modules from the folder that it is started in, not from the checkout that it
+lies in. `measure` below times both checkouts: an older `ablate` takes one median over two kinds of step.
 """
 import time
 
@@ -29,7 +29,7 @@ from data.loader import to_device
 def measure(ablate: ModuleType, trainer: train_gpt.Trainer, steps: int) -> list[float]:
     """As `ablate.measure` of the checkout that this file lies in: in turn steps with and without Adam."""
     device, times = trainer.world.device, []
-    # An older checkout has no `prepared`; its steps do all the rest.
+    # An older checkout has no `prepared`; its steps prepare the batches themselves.
     prepared = getattr(trainer, "prepared", None) or partial(to_device, device=device)
     for pair in ablate.pairs_of_stages(trainer.schedule):
         batches = [[prepared(batch) for batch in trainer.loader.batches(step.index)] for step in pair]
