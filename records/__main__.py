@@ -55,7 +55,7 @@ def add_questions(command: Callable) -> None:
     sub.add_argument("b", metavar="B", help="as A; differences are B - A")
     add_json(sub)
     sub = command(run_ab,
-                  "run two shell commands in turn (A B B A …), each with seeds of its own, and compare")
+                  "run two shell commands in turn (A B B A …), with one new seed for each pair, and compare")
     sub.add_argument("a", metavar="CMD_A", help="--seed is added to it")
     sub.add_argument("b", metavar="CMD_B")
     sub.add_argument("-n", type=int, default=5, help="runs of each (default: 5)")
