@@ -251,8 +251,9 @@ class Loader:
         """This rank's micro-batches of a step, on the host."""
         shape, settings = self.shapes[index], self.settings
         n, on_each = shape.tokens // settings.micro_batches, settings.micro_batches // self.ranks
+        batches, count = [], self.candidates_of(shape)
         # Pairs are counted before the plan asks for the first shard, which another thread opens meanwhile.
-        batches, importance = [], self.importance if (count := self.candidates_of(shape)) else None
+        importance = self.importance if count else None
         for i in range(self.rank * on_each, (self.rank + 1) * on_each):
             sequences = self.plan.sequences(self.plan.of(index)[i], shape.sequence_length)
             batch = make_batch(sequences, n, self.most(shape), shape.sequence_length, settings.document_start)
