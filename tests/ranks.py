@@ -22,7 +22,7 @@ import torch
 from conftest import ROOT, TINY, environment, left_in_memory, read_of_process
 
 import train_gpt
-from kernels.ranks import collectives, world
+from kernels.ranks import collectives, copies, world
 from kernels.ranks.watchdog import Watchdog
 from records.run.log import RunLog
 
@@ -35,7 +35,7 @@ PLACES = {"warm-up": (train_gpt.Trainer, "warm_up"), "capture": (train_gpt.Train
           "steps": (train_gpt.Trainer, "step"), "validation": (train_gpt.Trainer, "validate"),
           "gloo": (collectives.Collectives, "reduce_scatter"),
           "nccl": (collectives.Collectives, "reduce_scatter"),
-          "copies": (collectives.PeerCopies, "reduce_scatter"), "log": (RunLog, "write"),
+          "copies": (copies.PeerCopies, "reduce_scatter"), "log": (RunLog, "write"),
           "update": (train_gpt.Optimizer, "step"), "check": (train_gpt.Optimizer, "check_ranks")}
 WAYS = {"gloo": [], "nccl": ["--peer_copies", "false"], "copies": []}      # how the ranks send
 
@@ -98,7 +98,7 @@ def disturb(place: str, action: str) -> None:
 def main() -> int:
     place, action, rank, *settings = sys.argv[1:]
     if action in ("hang", "wait"):
-        world.PATIENCE = collectives.PATIENCE = PATIENCE
+        world.PATIENCE = collectives.PATIENCE = copies.PATIENCE = PATIENCE
         # Without a limit for hangs it is the collective that gives up.
         world.Watchdog = (partial(Watchdog, hang=HANG) if action == "hang" else
                           lambda rank, size, _: Watchdog(rank, size, patience=inf, hang=inf))

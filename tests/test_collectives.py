@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory
 
+from kernels.ngrams.exchange import ColumnExchange
 from kernels.ranks import collectives
+from kernels.ranks import copies as by_copies
 from kernels.ranks import world as worlds
 from kernels.ranks.nodes import Nodes, groups
 from kernels.streams import recorded
@@ -57,7 +59,7 @@ def rendezvous(x: torch.Tensor, group: Group) -> Memory:
 def on_threads(monkeypatch):
     """A function that runs one of (rank, its PeerCopies) on so many ranks at once; for the results of all."""
     stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: None, wait_event=lambda _: None)
-    monkeypatch.setattr(collectives, "side_stream", lambda _: stream)
+    monkeypatch.setattr(by_copies, "side_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -79,14 +81,14 @@ def on_threads(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: setattr(here, "done", True))
     monkeypatch.setattr(collectives.dist, "barrier", wait_for_all)
-    monkeypatch.setattr(collectives, "shared_memory", empty)
+    monkeypatch.setattr(by_copies, "shared_memory", empty)
     monkeypatch.setattr(_symmetric_memory, "rendezvous", meet)
 
     def run(size: int, work) -> list:
         shared = SimpleNamespace(given={}, barrier=threading.Barrier(size))
         with ThreadPoolExecutor(size) as threads:
             def of_rank(rank: int):
-                copies = collectives.PeerCopies(Group(rank, size, shared))
+                copies = by_copies.PeerCopies(Group(rank, size, shared))
                 assert here.done and copies.memories.popitem()[1].barriers, "no kernel is loaded yet"
                 return work(rank, copies)
             return [x.result() for x in [threads.submit(of_rank, rank) for rank in range(size)]]
@@ -102,7 +104,7 @@ def test_copies_do_what_the_collectives_say(on_threads, size, readable):
     sources = torch.randn(rounds, size, 2, size * n, 5).bfloat16()
     scalars = torch.randn(rounds, size)
 
-    def work(rank: int, copies: collectives.PeerCopies) -> list:
+    def work(rank: int, copies: by_copies.PeerCopies) -> list:
         device, found = torch.device("cpu"), []
         make = copies.zeros if readable else torch.zeros
         whole = make(2, size * n, 5, dtype=torch.bfloat16, device=device)
@@ -122,13 +124,56 @@ def test_copies_do_what_the_collectives_say(on_threads, size, readable):
         for i, (gathered, received, summed, scalar) in enumerate(found):
             given = sources[i, :, 1].unflatten(1, (size, n))  # from, to, n, 5
             assert torch.equal(gathered, given.flatten(0, 2))
-            assert torch.equal(received, given[:, rank].flatten(0, 1))
+            wanted = given[:, rank].clone()
+            wanted[rank] = 0  # What a rank sends to itself stays where it is.
+            assert torch.equal(received, wanted.flatten(0, 1))
             assert torch.equal(summed, given[:, rank].float().sum(0).bfloat16())
             assert scalar == scalars[i].sum()
 
 
+class Taken(torch.autograd.Function):
+    """table[index] in memory that `empty` makes, as `embedding.lookup` writes it."""
+
+    @staticmethod
+    def forward(ctx, table: torch.Tensor, index: torch.Tensor, empty) -> torch.Tensor:
+        ctx.save_for_backward(table, index)
+        form = dict(dtype=table.dtype, device=table.device)
+        return empty(len(index), table.shape[1], **form).copy_(table[index]).detach()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        table, index = ctx.saved_tensors
+        return torch.zeros_like(table).index_add_(0, index, grad), None, None
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("readable", [True, False])
+def test_columns_of_a_table_travel_as_copies(on_threads, size, readable):
+    """Twice in the same memory: the second exchange writes what it sends where the first one did."""
+    torch.manual_seed(size)
+    n, c, table = 5, 4, torch.randn(7, size * 4)
+    index, grads = torch.randint(7, (2, size * n)), torch.randn(2, size * n, size * c)
+
+    def work(rank: int, copies: by_copies.PeerCopies) -> list:
+        mine, found = table.chunk(size, 1)[rank].contiguous().requires_grad_(), []
+        for i in range(2):
+            exchange = ColumnExchange(copies)
+            exchange.send(Taken.apply(mine, index[i], copies.outgoing if readable else torch.empty))
+            rows = exchange.receive()
+            rows.backward(grads[i].chunk(size)[rank])
+            found.append(rows.detach())
+        assert len(copies.memories) == 1, "what is sent has one buffer"
+        return [found, mine.grad]
+
+    wanted = sum(torch.zeros_like(table).index_add_(0, index[i], grads[i]) for i in range(2))
+    for rank, (found, grad) in enumerate(on_threads(size, work)):
+        for i in range(2):
+            assert torch.equal(found[i], table[index[i]].chunk(size)[rank])
+        torch.testing.assert_close(grad, wanted.chunk(size, 1)[rank])
+
+
 def test_a_source_that_others_cannot_read_is_staged_in_one_buffer_a_length(on_threads):
-    def work(rank: int, copies: collectives.PeerCopies) -> int:
+    def work(rank: int, copies: by_copies.PeerCopies) -> int:
         for n in (4, 8, 4, 8, 4):
             copies.all_reduce(torch.ones(n))
         copies.all_reduce(torch.ones(8, dtype=torch.float64))
@@ -143,7 +188,7 @@ def test_shared_memory_is_made_without_sympy():
         from types import SimpleNamespace
         import torch
         from torch.distributed import _symmetric_memory
-        from kernels.ranks.collectives import shared_memory
+        from kernels.ranks.copies import shared_memory
         wanted = torch.empty(3, 0, 4)
         before = torch._prims_common.make_contiguous_strides_for
         _symmetric_memory._SymmetricMemory = SimpleNamespace(
@@ -162,7 +207,7 @@ def test_one_rank_starts_nothing():
     assert alone.reduce_scatter(x, x) is alone.all_to_all(x, x) is None
     collectives.wait(None)
     assert alone.all_gathered(x) is x
-    assert not collectives.can_copy(torch.device("cpu"))
+    assert not by_copies.can_copy(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("count", "each"), [(2, 2), (2, 3), (3, 1), (1, 2)])
@@ -175,8 +220,8 @@ def test_nodes_do_what_the_collectives_say(on_threads, count, each):
 
     def work(rank: int, _) -> list:
         node, place = divmod(rank, each)
-        halves = [collectives.PeerCopies(Group(place, each, inside[node])),
-                  collectives.PeerCopies(Group(node, count, between[place]))]
+        halves = [by_copies.PeerCopies(Group(place, each, inside[node])),
+                  by_copies.PeerCopies(Group(node, count, between[place]))]
         both, found = Nodes(*halves, halves[0].stream), []
         for source in given:
             summed, gathered = torch.zeros(n, 5).bfloat16(), torch.zeros(size * n, 5).bfloat16()
@@ -225,9 +270,9 @@ def test_what_ranks_choose(monkeypatch, size, here, rank, local, chosen):
     monkeypatch.setattr(worlds, "groups", lambda inside: (node, between))
     monkeypatch.setattr(worlds, "side_stream", lambda _: None)
     monkeypatch.setattr(worlds.dist, "group", SimpleNamespace(WORLD=node))
-    monkeypatch.setattr(collectives, "side_stream", lambda _: None)
+    monkeypatch.setattr(by_copies, "side_stream", lambda _: None)
     for method in ("zeros", "all_reduce"):
-        monkeypatch.setattr(collectives.PeerCopies, method, lambda *_, **__: None)
+        monkeypatch.setattr(by_copies.PeerCopies, method, lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: local)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     world.choose_collectives(copies=True)

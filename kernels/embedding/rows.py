@@ -10,7 +10,7 @@ Narrow rows are looked up by a kernel, `take_rows`. PyTorch starts a block of th
 multiprocessor holds 32 blocks, however few numbers they move: 160 µs for 262,144 rows, whether of 64 or of
 384 bytes.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -83,6 +83,7 @@ def take_rows(
     table: Tensor,  # (rows, width) with contiguous rows
     index: Tensor,  # (n,) int32 or int64, contiguous; not checked to be rows of the table
     tuned: tuple[int, int, int] | None = None,
+    empty: Callable[..., Tensor] = torch.empty,  # makes the memory of the result
 ) -> Tensor:
     """table[index], (n, width).
 
@@ -93,7 +94,7 @@ def take_rows(
     check(index.ndim == 1 and index.is_contiguous() and not index.is_floating_point(), "index", index,
           "(n,) integers, contiguous")
     (n,), width = index.shape, table.shape[1]
-    out = torch.empty(n, width, dtype=table.dtype, device=table.device)
+    out = empty(n, width, dtype=table.dtype, device=table.device)
     if out.numel():
         positions, columns, warps = tuned or CONFIGS[1 if width <= 32 else 0]
         take_rows_kernel[triton.cdiv(n, positions) * triton.cdiv(width, columns),](
@@ -116,12 +117,15 @@ def list_rows(order: RowOrder, gradients: RowGradients) -> RowOrder:
 
 class Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table: Tensor, order: RowOrder, grad: Gradient | RowGradients | None) -> Tensor:
+    def forward(ctx, table: Tensor, order: RowOrder, grad: Gradient | RowGradients | None,
+                empty: Callable) -> Tensor:
         if isinstance(grad, RowGradients) and order.rows is not None:
             order = list_rows(order, grad)
         # The index is kept too, because the sort may still be reading it.
         ctx.table, ctx.order, ctx.grad = table, order, grad
-        return take_rows(table, order.index) if table.shape[1] <= NARROW else F.embedding(order.index, table)
+        if table.shape[1] > NARROW:
+            return F.embedding(order.index, table)
+        return take_rows(table, order.index, empty=empty).detach()  # `empty` may keep the other tensor.
 
     @staticmethod
     def backward(ctx, rows_grad: Tensor) -> tuple[None, ...]:
@@ -137,16 +141,18 @@ class Lookup(torch.autograd.Function):
             if not accumulate:
                 buffer.zero_()
         add_rows(buffer, rows_grad.contiguous(), rows, positions)
-        return None, None, None
+        return None, None, None, None
 
 
 def lookup(
     table: Tensor,  # (rows, width) with contiguous rows, at most 2³⁰ of them
     order: RowOrder,  # of (n,) row numbers
     grad: Gradient | RowGradients | None = None,
+    empty: Callable[..., Tensor] = torch.empty,
 ) -> Tensor:
     """The rows (n, width) of the table that order.index names.
 
+    `empty`, called like torch.empty, makes the memory for rows of up to NARROW columns.
     The backward pass adds the gradient to `grad` itself: torch.autograd.grad does not return it, and hooks on
     the table do not see it. With None it is added to `table.grad`, and the table must be a leaf. With
     `RowGradients`, for tables so long that a gradient of all rows has no room, the rows are listed first and
@@ -154,11 +160,11 @@ def lookup(
     """
     check(grad is not None or table.is_leaf, "table", table,
           "a leaf, or `grad` must say where its gradient goes")
-    return Lookup.apply(table, order, grad)
+    return Lookup.apply(table, order, grad, empty)
 
 
-def lookup_reference(table: Tensor, order: RowOrder, grad: Gradient | RowGradients | None = None) -> Tensor:
-    """Plain PyTorch form of `lookup`, whose gradient is dense and goes by autograd."""
+def lookup_reference(table: Tensor, order: RowOrder, *_) -> Tensor:
+    """Plain PyTorch form of `lookup`, in its own memory. Its gradient is dense and goes by autograd."""
     return F.embedding(order.index, table)
 
 

@@ -11,6 +11,8 @@ of that rank's rows:
 Gradients go the opposite way. So traffic grows with the rows that tokens read and not with the table, and
 nobody sums gradients over ranks.
 """
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,16 +27,23 @@ def in_words(x: Tensor) -> Tensor:
     return x.view(torch.complex128) if x.shape[1] * x.element_size() % 16 == 0 else x
 
 
-def whole_rows(parts: Tensor, ranks: int) -> Tensor:
-    """Rows (n, ranks · c) from their parts (ranks · n, c), which come rank by rank."""
-    return in_words(parts).unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1).contiguous().view(parts.dtype)
+def columns_of(rows: Tensor, ranks: int) -> Tensor:
+    """View rows (n, ranks · c) as words (n, ranks, ·): one part of each row for each rank."""
+    return in_words(rows.unflatten(1, (ranks, -1)).flatten(0, 1)).unflatten(0, (-1, ranks))
 
 
-def parts_of_rows(rows: Tensor, ranks: int) -> Tensor:
-    """The inverse of `whole_rows`: parts (ranks · n, c) of rows (n, ranks · c)."""
-    parts = rows.unflatten(1, (ranks, -1)).flatten(0, 1)  # (n · ranks, c), without moving anything
-    parts = in_words(parts).unflatten(0, (-1, ranks)).transpose(0, 1).flatten(0, 1)
-    return parts.contiguous().view(rows.dtype)
+def whole_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Rows (n, ranks · c) from every rank's part of them, each (n, c), in rank order."""
+    rows = parts[0].new_empty(len(parts[0]), len(parts) * parts[0].shape[1])
+    for into, part in zip(columns_of(rows, len(parts)).unbind(1), parts):
+        into.copy_(in_words(part))
+    return rows
+
+
+def parts_of_rows(rows: Tensor, into: Sequence[Tensor]) -> None:
+    """The inverse of `whole_rows`: write each rank's part of rows (n, ranks · c) to one of `into`, (n, c)."""
+    for part, source in zip(into, columns_of(rows, len(into)).unbind(1)):
+        in_words(part).copy_(source)
 
 
 class ColumnExchange:
@@ -42,23 +51,30 @@ class ColumnExchange:
 
     `send` starts the all-to-all and `receive` waits for it. In the backward pass `receive` starts the
     all-to-all of the gradients and `send` waits for it. With one rank nothing is sent.
+
+    With `PeerCopies` what a rank sends is written where the others read it, and what it sends to itself does
+    not move. On two H200s, where 98,304 tokens a rank send 126 MB each way, this saves four copies a step.
     """
 
     def __init__(self, collectives: Collectives):
         self.collectives, self.sent, self.under_way = collectives, None, ()
 
-    def start(self, parts: Tensor) -> Tensor:
-        arriving = torch.empty_like(parts)
+    def start(self, arriving: Tensor, parts: Tensor) -> Tensor:
         # What is sent must live until the collective has ended, so it is kept here too.
         self.under_way = self.collectives.all_to_all(arriving, parts), parts
         return arriving
 
-    def finish(self) -> None:
-        wait(self.under_way[0])
-        self.under_way = ()
+    def finish(self) -> Tensor:
+        """Wait for what is under way, and return what this rank has sent."""
+        (work, parts), self.under_way = self.under_way, ()
+        wait(work)
+        return parts
 
     def send(self, parts: Tensor) -> None:
-        """parts (ranks · n, c): this rank's columns of the rows that all ranks' tokens read, rank by rank."""
+        """parts (ranks · n, c): this rank's columns of the rows that all ranks' tokens read, rank by rank.
+
+        If they lie in memory from `Collectives.outgoing`, they are sent from there.
+        """
         self.sent = SendColumns.apply(parts, self) if self.collectives.size > 1 else parts
 
     def receive(self) -> Tensor:
@@ -67,12 +83,17 @@ class ColumnExchange:
         sent, self.sent = self.sent, None
         return ReceiveColumns.apply(sent, self) if self.collectives.size > 1 else sent
 
+    def by_rank(self, parts: Tensor, own: Tensor) -> list[Tensor]:
+        """The parts (n, c) of `parts` (ranks · n, c) for each rank, but this rank's own part of `own`."""
+        rank, size = self.collectives.rank, self.collectives.size
+        return [(own if r == rank else parts).chunk(size)[r] for r in range(size)]
+
 
 class SendColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parts: Tensor, exchange: ColumnExchange) -> Tensor:
         ctx.exchange = exchange
-        return exchange.start(parts)
+        return exchange.start(torch.empty_like(parts), parts)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
@@ -84,10 +105,13 @@ class ReceiveColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, arriving: Tensor, exchange: ColumnExchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.finish()
-        return whole_rows(arriving, exchange.collectives.size)
+        return whole_rows(exchange.by_rank(arriving, own=exchange.finish()))
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        exchange = ctx.exchange
-        return exchange.start(parts_of_rows(grad, exchange.collectives.size)), None
+        exchange, collectives = ctx.exchange, ctx.exchange.collectives
+        shape = collectives.size * len(grad), grad.shape[1] // collectives.size
+        parts = collectives.outgoing(*shape, dtype=grad.dtype, device=grad.device)
+        arriving = torch.empty_like(parts)
+        parts_of_rows(grad, exchange.by_rank(parts, own=parts if collectives.moves_own else arriving))
+        return exchange.start(arriving, parts), None

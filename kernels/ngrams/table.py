@@ -132,7 +132,7 @@ class NGrams(nn.Module):
         if index is not None:
             if self.stream:
                 torch.cuda.current_stream().wait_stream(self.stream)
-            exchange.send(lookup(self.table, sort(index), self.row_gradients))
+            exchange.send(lookup(self.table, sort(index), self.row_gradients, self.collectives.outgoing))
         return InFlight(exchange, self.heads, self.scales, share)
 
     def optimizer_state(self, block: int, capacity: int | None) -> TableState:
@@ -156,7 +156,7 @@ class NGrams(nn.Module):
         """
         for first in range(0, len(self.table) if self.lengths else 0, PART):
             mine = self.table[first:first + PART]
-            part = whole_rows(self.collectives.all_gathered(mine), self.collectives.size)
+            part = whole_rows(self.collectives.all_gathered(mine).chunk(self.collectives.size))
             numbers = part.any(1).nonzero()[:, 0]
             yield (numbers + first).int().cpu(), part[numbers].cpu()
 

@@ -1,42 +1,21 @@
-"""Collectives: by torch.distributed, or by the GPUs' copy engines, which leave multiprocessors free.
+"""Collectives by torch.distributed, the form that runs everywhere; and the error where another rank is lost.
 
-NCCL's kernels hold 24 to 32 of an H200's 132 multiprocessors for as long as they move data or wait for a
-slower rank. A matmul that fills the GPU and starts meanwhile takes up to twice as long. A GPU also has copy
-engines, which move data between GPUs without a multiprocessor, and with symmetric memory each rank may read
-buffers of the others. So `PeerCopies` makes each collective of three steps, on a stream of its own:
-
-    barrier: every rank's source is complete
-    copies: from each other rank one; at the same time no two ranks read from the same one
-    barrier: every rank's source has been read, and may change
-
-A rank copies its own part before the first barrier. For a sum the rank then adds the copies up, in float32
-and in the order of the ranks: the sum is rounded once and its bits repeat. In a sum of two ranks it needs no
-copy of its own part. Steps of three sizes take 12.7, 23.7, 35.2 ms on four H200s, by NCCL 13.1, 24.0, 35.7.
-
-torch has the same algorithm for two collectives: `torch.ops.symm_mem._low_contention_all_gather` and
-`_low_contention_reduce_scatter` (Yifu Wang; https://github.com/pytorch/pytorch/pull/130583). `PeerCopies` is
-here because torch's two are private and allocate their outputs, while the optimizer's buffers stay in place;
-because torch has no all-reduce and no all-to-all of this kind; and because `PeerCopies` has a stream of its
-own. Nobody has timed torch's two beside it. We found two traps: torch clears the memory of the barriers'
-signals without waiting for it (`PeerCopies.zeros`), and a stream from torch's pool may be the one on which
-graphs are recorded (kernels/streams.py).
+`copies.py` has collectives by the copy engines of the GPUs of one machine, and `nodes.py` those of several
+machines.
 """
 
-import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from textwrap import shorten
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kernels.ranks.watchdog import progress
-from kernels.streams import beside, side_stream
 
 # torch 2.13 renamed both.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -98,12 +77,22 @@ class Collectives:
     what the method returns. With one rank nothing starts.
     """
 
+    moves_own = True  # `all_to_all` also moves what a rank sends to itself.
+
     def __init__(self, size: int, group: dist.ProcessGroup | None = None):
         self.size, self.group = size, group
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that other ranks can read: make here what `all_gather` gathers and `reduce_scatter` sums."""
         return torch.zeros(*shape, dtype=dtype, device=device)
+
+    def outgoing(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for what the next `all_to_all` of this many numbers sends. Its contents are not defined.
+
+        It may be the same memory again. So wait for the last such `all_to_all` before you write there.
+        """
+        return torch.empty(*shape, dtype=dtype, device=device)
 
     def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
         """shard (n, ...) = this rank's part of the sum over ranks of whole (size * n, ...)."""
@@ -127,124 +116,10 @@ class Collectives:
         return dist.all_reduce(x, group=self.group, async_op=True) if self.size > 1 else None
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
-        """Part r of sent (size * n, ...) goes to rank r; received gets one part from each, in rank order."""
+        """Part r of sent (size * n, ...) goes to rank r; received gets one part from each, in rank order.
+
+        But for `moves_own`, what a rank sends to itself stays where it is, and so does that part of received.
+        """
         if self.size == 1:
             return None
         return dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-
-
-def ranks_here() -> int:
-    """How many ranks torchrun has started on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-
-def can_copy(device: torch.device) -> bool:
-    """Whether the ranks of this machine are several GPUs that see each other's memory."""
-    here = ranks_here() if device.type == "cuda" else 1
-    others = (other for other in range(here) if other != device.index)
-    return here > 1 and all(torch.cuda.can_device_access_peer(device.index, other) for other in others)
-
-
-def shared_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that other ranks may read after a rendezvous. torch may still be clearing it.
-
-    By itself torch finds the strides by functions for symbolic sizes, whose import of sympy took 2.8 s of a
-    start (2×H200). Here the strides are those of a meta tensor.
-    """
-    from torch.distributed import _symmetric_memory  # not in every build of torch
-    strides = mock.patch.object(torch._prims_common, "make_contiguous_strides_for",
-                                lambda shape: torch.empty(shape, device="meta").stride(), create=True)
-    with strides:
-        return _symmetric_memory.empty(*shape, dtype=dtype, device=device)
-
-
-class PeerCopies(Collectives):
-    """Collectives by copies from other ranks' memory (`torch.distributed._symmetric_memory`), if `can_copy`.
-
-    All ranks must start the same collectives in the same order. Works inside CUDA graphs after one eager run:
-    a source outside symmetric memory is staged through a buffer that is allocated on first use. RuntimeError
-    where the driver shares no memory.
-    """
-
-    def __init__(self, group: dist.ProcessGroup):
-        super().__init__(group.size(), group)
-        self.rank, self.stream = group.rank(), side_stream("copies")
-        self.memories: dict[int, object] = {}  # `_SymmetricMemory` by the address of what the others can read
-        self.staging: dict[tuple[int, torch.dtype], Tensor] = {}  # buffers for the rest, by length
-        # Fail now if the driver shares no memory. And load the kernels now: CUDA may wait for an idle GPU
-        # before a kernel's first launch, and torch's barrier holds Python's lock meanwhile. Later CUDA could
-        # wait like this for a collective that waits for a stopped rank, and no watchdog would run.
-        device = torch.device("cuda", torch.cuda.current_device())
-        self.all_reduce(self.zeros(1, dtype=torch.float32, device=device))
-        torch.cuda.synchronize(device)
-
-    def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        from torch.distributed import _symmetric_memory  # not in every build of torch
-        # Making symmetric memory and the rendezvous hold Python's lock. If they had to wait for a stopped
-        # rank, or for a collective that does, no watchdog would run. So this rank waits here, without the
-        # lock.
-        torch.cuda.synchronize(device)
-        with with_others():
-            dist.barrier(self.group)
-        x = shared_memory(shape, dtype, device).zero_()
-        # torch clears x, and the memory through which barriers signal, on the default stream, and does not
-        # wait. On a rank with a long queue the clearing would wipe out the first signal of a faster rank, and
-        # this rank would wait for that signal for ever.
-        torch.cuda.synchronize(device)
-        self.memories[x.untyped_storage().data_ptr()] = _symmetric_memory.rendezvous(x, self.group)
-        return x
-
-    def reduce_scatter(self, shard: Tensor, whole: Tensor) -> Work:
-        return self.run(lambda: self.add_up(shard, whole, own_part=True))
-
-    def all_gather(self, whole: Tensor, shard: Tensor) -> Work:
-        return self.run(lambda: self.collect(whole.view(self.size, *shard.shape), shard, own_part=False))
-
-    def all_reduce(self, x: Tensor) -> Work:
-        return self.run(lambda: self.add_up(x, x, own_part=False))
-
-    def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
-        return self.run(lambda: self.collect(received.unflatten(0, (self.size, -1)), sent, own_part=True))
-
-    @torch.no_grad()
-    def run(self, work: Callable[[], None]) -> Work:
-        """Queue `work` on the stream of the copies, after everything on the current one."""
-        with beside(self.stream):
-            work()
-            return Copies(self.stream.record_event())
-
-    def collect(self, into: Tensor, source: Tensor, own_part: bool, own: bool = True) -> None:
-        """into[r] of (size, ...) becomes rank r's `source` or, with `own_part`, this rank's part of it.
-
-        Without `own`, into[this rank] stays as it is.
-        """
-        if source.untyped_storage().data_ptr() not in self.memories:
-            kind = source.numel(), source.dtype
-            if kind not in self.staging:
-                self.staging[kind] = self.zeros(source.numel(), dtype=source.dtype, device=source.device)
-            source = self.staging[kind].copy_(source.reshape(-1))
-        memory, first = self.memories[source.untyped_storage().data_ptr()], source.storage_offset()
-        first += self.rank * into[0].numel() if own_part else 0
-
-        def copy(peer: int) -> None:
-            into[peer].copy_(memory.get_buffer(peer, into[0].shape, source.dtype, first), non_blocking=True)
-
-        # A barrier that gives up names the rank on the standard output, and stops all work on its GPU.
-        limit = int(PATIENCE.total_seconds() * 1000)
-        if own:  # before the barrier, since the others may be late
-            copy(self.rank)
-        memory.barrier(timeout_ms=limit)
-        for step in range(1, self.size):
-            copy((self.rank + step) % self.size)  # In a step no two ranks read from the same rank.
-        memory.barrier(timeout_ms=limit)
-
-    def add_up(self, out: Tensor, source: Tensor, own_part: bool) -> None:
-        """out becomes the sum over ranks of their `source`, or of this rank's part of it."""
-        parts = torch.empty(self.size, *out.shape, dtype=out.dtype, device=out.device)
-        if self.size == 2:  # the same sum, rounded once, by one pass over both
-            self.collect(parts, source, own_part, own=False)
-            own = source.chunk(2)[self.rank] if own_part else source
-            torch.add(own, parts[1 - self.rank], out=out)
-        else:
-            self.collect(parts, source, own_part)
-            torch.sum(parts, 0, out=out)

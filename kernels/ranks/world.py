@@ -8,16 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.ranks.collectives import (
-    PATIENCE,
-    Collectives,
-    PeerCopies,
-    RankError,
-    can_copy,
-    ranks_here,
-    reason_of,
-    with_others,
-)
+from kernels.ranks.collectives import PATIENCE, Collectives, RankError, reason_of, with_others
+from kernels.ranks.copies import PeerCopies, can_copy, ranks_here
 from kernels.ranks.nodes import Nodes, groups
 from kernels.ranks.watchdog import Watchdog, progress
 from kernels.streams import side_stream

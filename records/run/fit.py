@@ -18,7 +18,7 @@ from data import canonical, embedded
 from data.candidates import sample_parts
 from data.packing import round_up
 from data.shards import open_shard, shards_in
-from kernels.ranks.collectives import can_copy, ranks_here
+from kernels.ranks.copies import can_copy, ranks_here
 from records.run.ahead import Launch, compiling, hash_triton, no_launch
 from records.run.checks import check_machine
 from records.run.memory import Need, count

@@ -169,6 +169,7 @@ class OtherRanks(Collectives):
     def __init__(self, size: int, counter: Counter, copies: bool):
         super().__init__(size)
         self.counter, self.copies, self.staging = counter, copies, {}
+        self.moves_own = not copies
         self.summed = 0     # the most bytes of parts that copies bring to be added up
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -192,10 +193,16 @@ class OtherRanks(Collectives):
     def all_reduce(self, x: Tensor) -> None:
         self.add_up(x)
 
+    def outgoing(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        kind = math.prod(shape), dtype
+        if not self.copies:
+            return torch.empty(*shape, dtype=dtype, device=device)
+        if kind not in self.staging:
+            self.staging[kind] = self.zeros(kind[0], dtype=dtype, device=device)
+        return self.staging[kind].view(shape)
+
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        kind = sent.numel(), sent.dtype
-        if self.copies and kind not in self.staging:
-            self.staging[kind] = self.zeros(sent.numel(), dtype=sent.dtype, device=META)
+        self.outgoing(*sent.shape, dtype=sent.dtype, device=META)   # It is there, or what is sent is staged.
 
 
 class Need(NamedTuple):
