@@ -74,10 +74,15 @@ ROOT = Path(__file__).resolve().parent
 class Layer:
     """What one layer has besides attention and an MLP. The model names no layer by its number."""
     long_window: bool = False       # Attention has the long window, and `key_offset` acts.
+    narrow: bool = False            # Attention's window is one block in every stage.
     value_embedding: bool = False   # The token's row of a table is added to V, through a gate.
     kept: bool = False              # Later layers can read what leaves this layer.
     reads_kept: bool = False        # Attention reads the latest kept output, not the residual stream.
     backout: bool = False           # Part of what leaves this layer is subtracted before the head.
+
+    def window(self, windows: tuple[Blocks, Blocks]) -> Blocks:
+        """This layer's window in a step with the short and the long window `windows`."""
+        return 1 if self.narrow else windows[self.long_window]
 
 
 SPEEDRUN_LAYERS = (                 # Tokens enter at the top; the head is below.
@@ -272,14 +277,9 @@ class Config:
     resume: str = ""                # Go on from the newest checkpoint in this folder.
     save: str = ""                  # folder for the trained model (`use/`); "log": `model` beside the log
 
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the head: FP8 matmuls need a multiple of 16, and the matrix units prefer one of 64."""
-        return round_up(self.vocab_size, 64)
-
-    @property
-    def document_start(self) -> int:
-        return self.vocab_size - 1
+    # Rows of the head: FP8 matmuls need a multiple of 16, and the matrix units prefer one of 64.
+    padded_vocab = property(lambda self: round_up(self.vocab_size, 64))
+    document_start = property(lambda self: self.vocab_size - 1)     # the token that begins every document
 
 
 SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb"))
@@ -288,11 +288,13 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # Records of one and two H200s, on 189 M tokens, used this preset at the commits that they name. Tails of
-    # cut documents avoid a second epoch, which costs 0.1 of loss. 1% of the time buys steps that gain 0.002:
-    # more than layer 2 (11% for 0.018 on `clean`) or a sixth head (6% for 0.002 to 0.01), so both are out.
+    # Records of one and two H200s, on 189 M tokens, used this preset at the commits that they name. Steps
+    # gain 0.002 for 1% of the time. So layer 2 is left out (11% for 0.018 on `clean`), as is a sixth head
+    # (6% for 0.002 to 0.01), and layers 0, 1 and 3 have windows of one block (wider: 2.5% for 0.001).
     "corpus": settings.change(
-        SPEEDRUN, preset="corpus", layers=SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:], data_path="",
+        SPEEDRUN, preset="corpus", data_path="", layers=tuple(
+            replace(layer, narrow=i in (0, 1, 3))
+            for i, layer in enumerate(SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:])),
         keep_tails=True, micro_batches=1, heads=5, ngram_rows=268_435_456, ngram_classes=True,
         near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
         slow_share=0.4, steps=1430, extra_steps=8, softmax_tokens=8192, softmax_samples=(4096,),
@@ -351,18 +353,18 @@ class Ops(NamedTuple):
 
 def references(compile: Callable = lambda function: function) -> Ops:
     """Every operation in plain PyTorch, most of them passed through `compile`."""
-    return Ops(
-        lookup=compile(embedding.lookup_reference), ngram_index=compile(ngrams.ngram_index_reference),
-        qkv=partial(attention.project_heads, compile(attention.qkv_heads_reference)),
-        suffix_keys=compile(retrieval.suffix_keys_reference), norm_fork=compile(mlp.norm_fork_reference),
-        smear=compile(embedding.smear_reference), share_values=ngrams.share_values_reference,
-        feed_forward=compile(mlp.feed_forward_reference), mlp_input=compile(mlp.mlp_input_reference),
-        before_head=compile(mlp.before_head_reference), copy_inputs=compile(copying.project_reference),
-        pointer_sums=copying.pointer_sums_reference, newton_schulz=compile(updates.newton_schulz_reference),
-        nesterov_momentum=compile(updates.nesterov_momentum_reference),
-        head_loss=compile(loss.head_loss_reference), feature_update=compile(updates.feature_update_reference),
-        neuron_update=compile(updates.neuron_update_reference), row_adam=compile(updates.row_adam_reference),
-        adam_update=compile(updates.adam_update_reference))
+    plain = dict(
+        lookup=embedding.lookup_reference, smear=embedding.smear_reference, norm_fork=mlp.norm_fork_reference,
+        ngram_index=ngrams.ngram_index_reference, suffix_keys=retrieval.suffix_keys_reference,
+        mlp_input=mlp.mlp_input_reference, feed_forward=mlp.feed_forward_reference,
+        before_head=mlp.before_head_reference, copy_inputs=copying.project_reference,
+        head_loss=loss.head_loss_reference, nesterov_momentum=updates.nesterov_momentum_reference,
+        newton_schulz=updates.newton_schulz_reference, neuron_update=updates.neuron_update_reference,
+        adam_update=updates.adam_update_reference, feature_update=updates.feature_update_reference,
+        row_adam=updates.row_adam_reference)
+    return Ops(**{name: compile(function) for name, function in plain.items()},
+               qkv=partial(attention.project_heads, compile(attention.qkv_heads_reference)),
+               share_values=ngrams.share_values_reference, pointer_sums=copying.pointer_sums_reference)
 
 
 def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ...]]:
@@ -469,12 +471,10 @@ class GPT(nn.Module):
         valued = [i for i in range(depth) if config.layers[i].value_embedding and config.value_embeddings]
         self.value_index = {layer: i for i, layer in enumerate(valued)}     # which table and gate a layer has
 
-        def table(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(*shape, device=device, dtype=self.dtype))
+        def table(*shape: int, dtype: torch.dtype = self.dtype) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*shape, device=device, dtype=dtype))
 
-        def scalars(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(*shape, device=device))         # float32: few, with small updates
-
+        scalars = partial(table, dtype=torch.float32)       # few numbers, with small updates
         width, values = config.width, config.heads * config.head_dim
         in_attention, in_mlp = (2 * config.heads * config.qk_dim + values, width), (4 * width, width)
         shapes = [in_attention, (width, values), in_mlp, in_mlp] * depth
@@ -581,7 +581,7 @@ class GPT(nn.Module):
             w_qkv, scale_qkv, gradient_of(w_qkv, transit.accumulate), transit.fp8_weights[i][0])
         shape = attention.HeadShape(config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
         q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, context.ngrams.values(i), shape)
-        window = context.step.windows[layer.long_window] * config.window_block
+        window = layer.window(context.step.windows) * config.window_block
         y = self.attention(q, k, v, context.sequences, window, context.attention_scale)
         grad = gradient_of(w_out, transit.accumulate)
         return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad)[0]
@@ -660,7 +660,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
     """Which parameters get which algorithm, rate and decay: the one table of the optimizer."""
     depth, height = len(config.layers), config.heads * config.head_dim
     each = [f"layer {i}" for i in range(depth)]
-    both = [f"mlp {i}" for i in range(depth) for _ in ("MLP-in", "MLP-out")]
+    both = [f"mlp {i // 2}" for i in range(2 * depth)]     # MLP-in and MLP-out of each layer
     valued = [each[i] for i in model.value_index]
 
     def adam(name: str, params: list, stops: list[str], lr: float, betas: tuple, decay: float = 0.0,
@@ -1016,7 +1016,7 @@ class Trainer:
         self.model = GPT(config, world.device, world.collectives)
         self.optimizer = Optimizer(self.model, config, world)
         self.loss = torch.zeros((), device=world.device)
-        self.graphs: dict[tuple, tuple[torch.cuda.CUDAGraph, list[Batch]]] = {}     # by kind of step
+        self.graphs = {}    # by kind of step: its CUDA graph, and the batches that the graph reads
 
     def prepared(self, batch: Batch) -> Batch:
         """The batch on the device, with its rows of n-grams. The loader calls this during earlier steps."""
@@ -1110,8 +1110,7 @@ class Trainer:
 
     def validation_points(self) -> list[int]:
         """The numbers of steps after which the model is scored."""
-        last = len(self.schedule)
-        every = self.config.val_every or last
+        every, last = self.config.val_every or len(self.schedule), len(self.schedule)
         return [*range(every, last, every), last]
 
 

@@ -676,6 +676,22 @@ def test_flops_grow_with_the_window(trainer):
     assert flops(late) > flops(early) > flops(early, 256) > 0
 
 
+def test_a_narrow_layer_sees_one_block(config):
+    """And so do the FLOP that are counted for it."""
+    layers = (train_gpt.Layer(), train_gpt.Layer(narrow=True), train_gpt.Layer(long_window=True))
+    trainer, seen = make_trainer(config, layers=layers), []
+    model, step = trainer.model, trainer.schedule.at(0)._replace(windows=(2, 3), sequence_length=9999)
+    model.rotary[3 * trainer.config.window_block] = model.rotary[max(model.rotary)]
+    real = model.attention
+    model.attention = lambda *given: seen.append(given[4]) or real(*given)
+    model(first_batch(trainer), step)
+    assert seen == [blocks * trainer.config.window_block for blocks in (2, 1, 3)]
+    wide = replace(trainer.config, layers=(layers[0], train_gpt.Layer(), layers[2]))
+    narrower = flops_per_token(wide, step) - flops_per_token(trainer.config, step)
+    heads = wide.heads * (wide.qk_dim + wide.head_dim)
+    assert narrower == 6 * heads * wide.window_block
+
+
 # ---- Sampled softmax
 
 @pytest.mark.parametrize("lookup", [embedding.lookup_reference, embedding.lookup])

@@ -45,7 +45,7 @@ def settings_of(saved: Saved, with_table: bool, positions: int) -> dict:
     """config.json for transformers."""
     model, config, step = saved.model, saved.model.config, saved.step
     cos, _, scale = model.rotary[step.windows[1] * config.window_block]
-    layers = [{"window": step.windows[layer.long_window] * config.window_block, "source": model.sources[i],
+    layers = [{"window": layer.window(step.windows) * config.window_block, "source": model.sources[i],
                "values": i in model.value_index, "key_offset": config.key_offset and layer.long_window}
               for i, layer in enumerate(config.layers)]
     return {

@@ -111,6 +111,6 @@ def flops_per_token(config, step, candidates: int | None = None) -> float:
     keys, values, width = config.heads * config.qk_dim, config.heads * config.head_dim, config.width
     weights = len(config.layers) * (2 * keys + 2 * values + 8 * width) * width
     weights += (candidates or config.padded_vocab) * width + 2 * config.copy_channels * width
-    seen = sum(min(step.windows[layer.long_window] * config.window_block, step.sequence_length)
+    seen = sum(min(layer.window(step.windows) * config.window_block, step.sequence_length)
                for layer in config.layers)
     return 6 * weights + 6 * (keys + values) * seen + 6 * config.copy_channels * step.sequence_length
