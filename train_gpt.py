@@ -339,7 +339,7 @@ class Ops(NamedTuple):
     share_values: Callable          # gives n-gram rows to all layers, and sums the gradients of all layers
     mlp_input: Callable             # for y = a (stream + update): c y, which bypasses the MLP, and norm(y)
     feed_forward: Callable          # relu(x W_inᵀ)² W_out
-    before_head: Callable           # the head's input: the norm of the stream less a share of an earlier one
+    before_head: Callable           # both heads' input: the norm of the stream less a share of an earlier one
     copy_inputs: Callable           # queries and keys of the copy head, and its score of not copying
     pointer_sums: Callable          # log Σ e^s over the copy head's scores s of earlier states
     head_loss: Callable             # the head, its softcap and the loss
@@ -540,10 +540,10 @@ class GPT(nn.Module):
             stream, x = ops.mlp_input((*streams[i].summands, update), scales)
             update = self.feed_forward(i, x, transit)
             streams.append(mlp.Residual(stream, update, readers=self.readers[i + 1]))
-        early = None if self.backout_stream is None else streams[self.backout_stream].summands
-        x = ops.before_head(streams[-1].summands, early, backout_scale)
-        transit.reach("head", x)
-        return self.loss(x, batch, context)
+        early = streams[self.backout_stream].later if self.backout_stream else None
+        x, twin = ops.before_head(streams[-1].summands, early, backout_scale)
+        transit.reach("head", x)    # One node makes x and twin, so x's hook waits for the gradients of both.
+        return self.loss(x, twin, batch, context)
 
     @torch.no_grad()
     def score(self, batch: Batch, step: "Step") -> Tensor:
@@ -592,15 +592,15 @@ class GPT(nn.Module):
         grads = tuple(gradient_of(w, transit.accumulate) for w in matrices) if "mlp" in self.fp8 else None
         return self.ops.feed_forward(x, *matrices, grads, transit.fp8_weights[i][1])
 
-    def loss(self, x: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
-        """Training and next-token loss from the head's input x; with candidates, over a sample of tokens."""
+    def loss(self, x: Tensor, twin: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
+        """Training and next-token loss of the head, which reads x, and copy head, which reads its twin."""
         ops, in_fp8 = self.ops, "head" in self.fp8
-        mixture = self.copy_head.mixture(x, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
+        mixture = self.copy_head.mixture(twin, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
         mixture = self.counts.mixed(mixture, batch, context.positions.is_start)
         wanted = loss.Targets(
             batch.targets, context.positions.is_start, self.loss_weights[:len(context.step.multi_token)],
             mixture, loss.ruled_out(self.never, batch.tokens))
-        if not len(batch.candidates):
+        if not len(batch.candidates):       # With candidates the loss is over this sample of tokens.
             return ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
         return loss.sampled_head_loss(
             ops.head_loss, ops.lookup, self.sort, x, self.head, wanted, batch.sample, in_fp8)

@@ -2,6 +2,7 @@
 import gc
 import math
 import weakref
+from collections import Counter
 from collections.abc import Container
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -388,7 +389,7 @@ class SummedAtOnce:
 
     def __init__(self, *summands: torch.Tensor, readers: int = 1):
         self.newest = mlp.add_up(summands)
-        self.summands = (self.newest,)
+        self.summands = self.later = (self.newest,)
 
     def normed(self, norm_fork) -> torch.Tensor:
         return mlp.norm(self.newest)
@@ -532,7 +533,7 @@ class Watching(train_gpt.Transit):
         return [[p.grad.clone() for p in layer] for layer in self.matrices]
 
 
-@pytest.mark.parametrize("parts, kernels", [((), {}), ((), QKV), (("attention", "mlp"), IN_FP8)],
+@pytest.mark.parametrize("parts, kernels", [((), {}), ((), QKV | RESIDUAL), (("attention", "mlp"), IN_FP8)],
                          ids=["references", "kernels", "FP8"])
 @pytest.mark.parametrize("changes", [{}, EVERY_INGREDIENT, TOPOLOGIES["late"]],
                          ids=["recipe", "every ingredient", "late"])
@@ -553,6 +554,45 @@ def test_gradients_are_complete_behind_what_a_layer_reads(config, changes, parts
             for k, (p, grad) in enumerate(zip(layer, grads)):
                 complete = i > number or i == number and (part == "layer" or k > 1)
                 assert torch.equal(grad, p.grad if complete else torch.zeros_like(p)), (part, number, i, k)
+
+
+@pytest.mark.parametrize("kernels", [{}, RESIDUAL], ids=["references", "kernels"])
+def test_gradients_of_the_copy_head_are_complete_behind_the_input_of_both_heads(config, kernels):
+    """The hook is on the output that the head reads, and autograd comes to the copy head after the head."""
+    trainer = make_trainer(config, **SMALL, copy_channels=16)
+    model = trainer.model
+    awake(model)
+    model.ops = train_gpt.references()._replace(**kernels)
+    parameters = list(model.copy_head.parameters())
+    model.zero_grad(set_to_none=False)
+    transit = Watching([parameters])
+    model(first_batch(trainer), trainer.schedule.at(0), transit)[0].backward()
+    (seen,), wanted = transit.seen["head"], [p.grad for p in parameters]
+    assert len(seen) == 3 and all(map(torch.equal, seen, wanted)) and all(grad.any() for grad in seen)
+
+
+def test_every_reader_of_the_stream_has_an_autograd_output_of_its_own(config):
+    """So autograd sums no gradients of the stream, of its norms and of the head's input: the kernels do.
+
+    As in the speedrun, the layer whose output later layers read is the one that is subtracted.
+    """
+    layers = train_gpt.Layer(kept=True, backout=True), *(train_gpt.Layer(reads_kept=True),) * 2
+    trainer = make_trainer(config, **SMALL, copy_channels=16, layers=layers)
+    model, read = trainer.model, []
+    ops = train_gpt.references()._replace(**RESIDUAL)
+
+    def watched(name: str):
+        def run(x, *args, **named):
+            kept = args[0] if name == "before_head" else ()
+            read.extend((name, y) for y in (*(x if isinstance(x, tuple) else (x,)), *kept))
+            return getattr(ops, name)(x, *args, **named)
+        return run
+
+    names = "norm_fork", "qkv", "mlp_input", "feed_forward", "before_head", "copy_inputs", "head_loss"
+    model.ops = ops._replace(**{name: watched(name) for name in names})
+    model(first_batch(trainer), trainer.schedule.at(0))
+    assert Counter(name for name, _ in read) == dict(zip(names, (3, 3, 7, 3, 3, 1, 1)))
+    assert len({(x.grad_fn, x.output_nr) for _, x in read}) == len(read)
 
 
 def test_a_step_takes_the_rows_that_came_with_its_batch(config):

@@ -58,7 +58,7 @@ def test_the_validation_loss_against_a_scorer_of_our_own(config, monkeypatch):
     for first, end in pieces:
         if place + end - first > config.val_chunk:
             chunk, place = chunk + 1, 0
-        seen = states[chunk][place:place + end - first]
+        seen = states[chunk][0][place:place + end - first]
         z = (seen.double() @ head.T).to(seen.dtype).double()            # The model rounds its logits.
         log_p = (23 / (1 + torch.exp(-(z + 5) / 7.5))).log_softmax(-1)
         targets = torch.from_numpy(words[first + 1:end + 1]).to(z.device)

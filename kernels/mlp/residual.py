@@ -27,8 +27,8 @@ def add_up(summands: Summands) -> Tensor:
 
 
 def norm_fork_reference(summands: Summands, readers: int = 1) -> tuple[Tensor, ...]:
-    """norm(y) once for each reader, and y = Σ summands (n, width)."""
-    return *(norm(x := add_up(summands)),) * readers, x
+    """norm(y) for each reader, and y = Σ summands (n, width) for the next layer and for a later reader."""
+    return *(norm(x := add_up(summands)),) * readers, x, x
 
 
 def mlp_input_reference(summands: Summands, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,12 +40,13 @@ def mlp_input_reference(summands: Summands, scales: Tensor) -> tuple[Tensor, Ten
     return scales[1] * x, norm(x)
 
 
-def before_head_reference(last: Summands, kept: Summands | None, backout: Tensor) -> Tensor:
-    """What the head reads (n, width): the norm of the stream less a learned share of an earlier one.
+def before_head_reference(last: Summands, kept: Summands | None, backout: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm (n, width) of the stream less a learned share of an earlier one: for the head, and for the
+    copy head.
 
     `kept` is None where nothing is subtracted; `backout` is 0-dim float32.
     """
-    return norm(add_up(last) if kept is None else add_up(last) - backout * add_up(kept))
+    return (norm(add_up(last) if kept is None else add_up(last) - backout * add_up(kept)),) * 2
 
 
 class Residual:
@@ -53,17 +54,24 @@ class Residual:
 
     Several layers may read the norm of one stream. Autograd would add their gradients in passes of their own.
     So each reader gets a copy of its own (the same numbers, another autograd output), and the norm's backward
-    kernel adds up the gradients of the copies while it reads them.
+    kernel adds up the gradients of the copies while it reads them. The sum itself has a copy, too, because
+    both the next layer and the head's input may read it.
     """
 
     def __init__(self, *summands: Tensor, readers: int = 1):
         self._summands, self._readers = summands, readers
+        self._later = summands
         self._copies: list[Tensor | Quantized] | None = None  # of the norm; None: it has not been made yet
 
     @property
     def summands(self) -> Summands:
         """The tensors whose sum is the stream; a single one once `normed` has summed them."""
         return self._summands
+
+    @property
+    def later(self) -> Summands:
+        """The stream for a reader behind the next layer; once `normed` has summed it, the sum's own copy."""
+        return self._later
 
     @property
     def newest(self) -> Tensor:
@@ -76,8 +84,8 @@ class Residual:
     def normed(self, norm_fork: Callable[[Summands, int], tuple]) -> Tensor | Quantized:
         """The norm, for one of the readers. The first call makes it, by `norm_fork(summands, readers)`."""
         if self._copies is None:
-            *self._copies, total = norm_fork(self._summands, self._readers)
-            self._summands = (total,)
+            *self._copies, total, again = norm_fork(self._summands, self._readers)
+            self._summands, self._later = (total,), (again,)
         if not self._copies:
             raise ValueError(f"this stream was made for {self._readers} readers, and all have had its norm; "
                              f"make it with Residual(…, readers={self._readers + 1})")

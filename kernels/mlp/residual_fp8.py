@@ -106,15 +106,15 @@ def sum_and_norm_fp8(
 
 def mlp_input_fp8(summands: Summands, scales: Tensor) -> tuple[Tensor, Quantized]:
     """As `mlp_input_reference`, for an FP8 MLP. Backward reads the first result: do not write over it."""
-    x, q, transposed, stand_in = SumAndNorm.apply(sum_and_norm_fp8, scales, 1, *summands)
+    x, _, q, transposed, stand_in = SumAndNorm.apply(sum_and_norm_fp8, scales, 1, *summands)
     return x, Quantized(stand_in, q, transposed)
 
 
 def norm_fork_fp8(summands: Summands, readers: int = 1) -> tuple[Quantized | Tensor, ...]:
     """As `norm_fork_reference`, for readers that are FP8 matmuls. Each has a stand-in, and so a gradient, of
     its own."""
-    x, q, transposed, *stand_ins = SumAndNorm.apply(sum_and_norm_fp8, None, readers, *summands)
-    return *(Quantized(stand_in, q, transposed) for stand_in in stand_ins), x
+    x, again, q, transposed, *stand_ins = SumAndNorm.apply(sum_and_norm_fp8, None, readers, *summands)
+    return *(Quantized(stand_in, q, transposed) for stand_in in stand_ins), x, again
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:

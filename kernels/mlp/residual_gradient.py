@@ -7,9 +7,10 @@ same gradient, because a scales them all, so it is written once:
     gradient of y = c g + (h − mean(h · n) n) / rms      for gradients g of c y and h of norm(y)
     gradient of each summand = a · gradient of y
 
-The kernel reads c y, g, the gradients of all readers of the norm, and one number a token. No atomics are
-used: every sum has one order, so repeated runs are bit-equal. One H200, 49,152 × 768: 76 µs with the scales'
-gradients, where compiled PyTorch takes 70 without them.
+g and h are sums over the readers of c y and of the norm. The kernel reads c y, the gradients of all readers,
+and one number a token. No atomics are used: every sum has one order, so repeated runs are bit-equal. One
+H200, 49,152 × 768, one reader of each: 76 µs with the scales' gradients, where compiled PyTorch takes 70
+without them.
 """
 from collections.abc import Iterator
 from functools import partial
@@ -33,13 +34,14 @@ CONFIGS = [
 ]
 
 
-def residual_backward_reference(out_grad: Tensor, norm_grads: tuple[Tensor, ...], out: Tensor, rms: Tensor,
-                                scales: Tensor) -> Tensor:
+def residual_backward_reference(out_grads: tuple[Tensor, ...], norm_grads: tuple[Tensor, ...], out: Tensor,
+                                rms: Tensor, scales: Tensor) -> Tensor:
     """The first result of `residual_backward`, in plain PyTorch."""
     a, c = scales
-    normed, norm_grad = widened(out) / (c * rms[:, None]), add_up(tuple(map(widened, norm_grads)))
+    normed = widened(out) / (c * rms[:, None])
+    out_grad, norm_grad = (add_up(tuple(map(widened, grads))) for grads in (out_grads, norm_grads))
     along = (norm_grad * normed).mean(1, keepdim=True)
-    return (a * (c * out_grad + (norm_grad - along * normed) / rms[:, None])).type_as(out_grad)
+    return (a * (c * out_grad + (norm_grad - along * normed) / rms[:, None])).type_as(out)
 
 
 @triton.jit
@@ -52,7 +54,7 @@ def summed(summands, start, at, inside):
 
 
 @triton.jit
-def residual_backward_kernel(out_grad_ptr, norm_grads, out_ptr, rms_ptr, scales_ptr, grad_ptr, sums_ptr,
+def residual_backward_kernel(out_grads, norm_grads, out_ptr, rms_ptr, scales_ptr, grad_ptr, sums_ptr,
                              n, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNKS: tl.constexpr,
                              PROGRAMS: tl.constexpr):
     a, c = 1.0, 1.0
@@ -72,7 +74,7 @@ def residual_backward_kernel(out_grad_ptr, norm_grads, out_ptr, rms_ptr, scales_
             normed = tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32) * to_norm
             norm_grad = summed(norm_grads, 0, at, inside)
             along += tl.sum(norm_grad * normed, axis=1) / width
-            held += ((normed, norm_grad, tl.load(out_grad_ptr + at, mask=inside, other=0.0).to(tl.float32)),)
+            held += ((normed, norm_grad, summed(out_grads, 0, at, inside)),)
         for chunk in tl.static_range(CHUNKS):
             column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             normed, norm_grad, out_grad = held[chunk]
@@ -99,9 +101,14 @@ def check_like(x: Tensor, scales: Tensor | None, **others: Tensor) -> None:
           "scales", scales, "two float32")
 
 
+def given(grads: tuple[Tensor | None, ...], like: Tensor) -> tuple[Tensor, ...]:
+    """Those gradients of an autograd function's results that there are; if there are none, one of zeros."""
+    return tuple(grad for grad in grads if grad is not None) or (torch.zeros_like(like),)
+
+
 def residual_backward(
-    out_grad: Tensor,  # (n, width): the gradient of c y
-    norm_grads: tuple[Tensor, ...],  # of norm(y): one for each reader
+    out_grads: tuple[Tensor, ...],  # (n, width) each: the gradients of c y, one for each reader
+    norm_grads: tuple[Tensor, ...],  # of norm(y), likewise
     out: Tensor,  # (n, width): c y
     rms: Tensor,  # (n,) float32
     scales: Tensor | None = None,  # as `sum_and_norm` got them
@@ -111,8 +118,9 @@ def residual_backward(
 
     If c is 0, `out` says nothing of y. The gradient of y is then as if y were 0, and the gradient of c is 0.
     """
-    norm_grads, out_grad = tuple(grad.contiguous() for grad in norm_grads), out_grad.contiguous()
-    check_like(out, scales, out_grad=out_grad, **{f"norm_grads[{i}]": x for i, x in enumerate(norm_grads)})
+    out_grads, norm_grads = (tuple(x.contiguous() for x in grads) for grads in (out_grads, norm_grads))
+    check_like(out, scales, **{f"out_grads[{i}]": x for i, x in enumerate(out_grads)},
+               **{f"norm_grads[{i}]": x for i, x in enumerate(norm_grads)})
     (n, width), (tile, columns, warps, programs) = out.shape, tuned or CONFIGS[0]
     check(rms.shape == (n,) and rms.dtype == torch.float32 and rms.is_contiguous(), "rms", rms,
           f"contiguous float32 ({n},)")
@@ -122,7 +130,7 @@ def residual_backward(
     sums = None if scales is None else scales.new_empty(programs, 2)
     if out.numel():
         residual_backward_kernel[programs,](
-            out_grad, norm_grads, out, rms, scales, grad, sums, n, width, ROWS=tile, COLUMNS=columns,
+            out_grads, norm_grads, out, rms, scales, grad, sums, n, width, ROWS=tile, COLUMNS=columns,
             CHUNKS=triton.cdiv(width, columns), PROGRAMS=programs, num_warps=warps)
     return grad, None if sums is None else sums.sum(0)
 
@@ -130,18 +138,18 @@ def residual_backward(
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
     """With the scales of training. Their gradients are sums of random numbers that nearly cancel: not
     compared here."""
-    def inputs(n: int, width: int, readers: int) -> tuple:
+    def inputs(n: int, width: int, passing: int, readers: int) -> tuple:
         rms, scales = torch.rand(n, device=device) + 0.5, torch.tensor([1.05, 0.95], device=device)
-        normed, out_grad, *norm_grads = (torch.randn(n, width, device=device) for _ in range(2 + readers))
-        out = scales[1] * rms[:, None] * F.rms_norm(normed, (width,))
-        return out_grad.to(dtype), tuple(grad.to(dtype) for grad in norm_grads), out.to(dtype), rms, scales
+        normed, *grads = (torch.randn(n, width, device=device) for _ in range(1 + passing + readers))
+        out, grads = scales[1] * rms[:, None] * F.rms_norm(normed, (width,)), [x.to(dtype) for x in grads]
+        return tuple(grads[:passing]), tuple(grads[passing:]), out.to(dtype), rms, scales
 
     def kernel(*args, **tuned) -> Tensor:
         return residual_backward(*args, **tuned)[0]
 
-    real, odd = ((16384, 768, 1), (49152, 768, 1)), ((1, 1, 1), (13, 528, 2), (37, 133, 3))
-    for n, width, readers in real if size == "real" else odd:
+    real, odd = ((16384, 768, 1, 1), (49152, 768, 1, 1)), ((1, 1, 1, 1), (13, 528, 1, 2), (37, 133, 2, 3))
+    for n, width, passing, readers in real if size == "real" else odd:
         yield Example(
             "gradient of the residual's summands", f"{n:,} × {width}, {readers} reader{'s' * (readers > 1)}",
-            partial(inputs, n, width, readers), kernel, residual_backward_reference, 0.0,
-            2.0 * (3 + readers) * n * width, configs=CONFIGS)
+            partial(inputs, n, width, passing, readers), kernel, residual_backward_reference, 0.0,
+            2.0 * (2 + passing + readers) * n * width, configs=CONFIGS)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.backend import EPS, tl, triton
 from kernels.example import Example, both_ways
 from kernels.mlp.residual import Summands, mlp_input_reference, norm_fork_reference
-from kernels.mlp.residual_gradient import check_like, residual_backward, summed
+from kernels.mlp.residual_gradient import check_like, given, residual_backward, summed
 
 # (tokens a program, columns a chunk, warps). The first is used. A chunk is 16 bytes of bfloat16 a thread.
 CONFIGS = [(4, 256, 4), (8, 256, 8), (2, 256, 2), (8, 256, 4), (4, 1024, 4)]
@@ -87,8 +87,9 @@ def sum_and_norm(
 class SumAndNorm(torch.autograd.Function):
     """`launch` is `sum_and_norm`, or `sum_and_norm_fp8`, which has two results for the norm.
 
-    Results: c y; the norm as `launch` made it, without a gradient; and for each reader of the norm a tensor
-    that takes the reader's gradient. This tensor is the norm again or, for a norm in FP8, a stand-in.
+    Results: c y; c y again, for a later reader; the norm as `launch` made it, without a gradient; and for
+    each reader of the norm a tensor that takes the reader's gradient. This tensor is the norm again or, for a
+    norm in FP8, a stand-in.
     """
     @staticmethod
     def forward(ctx, launch: Callable, scales: Tensor | None, readers: int,
@@ -101,31 +102,32 @@ class SumAndNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.count = len(summands)
         taker = normed[0] if normed[0].dtype == out.dtype else out.new_empty(()).expand_as(out)
-        return out, *normed, *(taker.detach() for _ in range(readers))
+        return out, out.detach(), *normed, *(taker.detach() for _ in range(readers))
 
     @staticmethod
-    def backward(ctx, out_grad: Tensor | None, *norm_grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         out, rms, scales = ctx.saved_tensors
-        out_grad = torch.zeros_like(out) if out_grad is None else out_grad
-        norm_grads = tuple(grad for grad in norm_grads if grad is not None) or (torch.zeros_like(out),)
-        grad, sums = residual_backward(out_grad, norm_grads, out, rms, scales)
+        grad, sums = residual_backward(given(grads[:2], out), given(grads[2:], out), out, rms, scales)
         return None, sums, None, *[grad] * ctx.count
 
 
 def mlp_input(summands: Summands, scales: Tensor) -> tuple[Tensor, Tensor]:
     """As `mlp_input_reference`. Backward reads the first result: do not write over it."""
-    x, _, normed = SumAndNorm.apply(sum_and_norm, scales, 1, *summands)
+    x, _, _, normed = SumAndNorm.apply(sum_and_norm, scales, 1, *summands)
     return x, normed
 
 
 def norm_fork(summands: Summands, readers: int = 1) -> tuple[Tensor, ...]:
-    """As `norm_fork_reference`. Each reader's norm is an autograd output of its own, in the same memory."""
-    x, _, *copies = SumAndNorm.apply(sum_and_norm, None, readers, *summands)
-    return *copies, x
+    """As `norm_fork_reference`. Each result is an autograd output of its own; equal ones share memory."""
+    x, again, _, *copies = SumAndNorm.apply(sum_and_norm, None, readers, *summands)
+    return *copies, x, again
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
-    """What an MLP reads, as in training; and for two readers of a stream without scales, both ways."""
+    """What an MLP reads, as in training; and for two readers of a stream without scales, both ways.
+
+    The latter's sum has one reader, as most sums have.
+    """
     def inputs(n: int, width: int, count: int) -> tuple[Tensor, ...]:
         return tuple(torch.randn(n, width, device=device).to(dtype) for _ in range(count))
 
@@ -136,7 +138,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         return sum_and_norm(summands, scales, **tuned)[:2]
 
     def fork(function: Callable) -> Callable:
-        return lambda *summands: function(summands, 2)
+        return lambda *summands: function(summands, 2)[:-1]
 
     real, odd = ((16384, 768, 2), (49152, 768, 2)), ((1, 16, 1), (13, 528, 2), (37, 133, 3))
     for n, width, count in real if size == "real" else odd:

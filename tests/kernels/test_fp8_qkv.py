@@ -237,7 +237,7 @@ def test_qkv_fp8_of_an_input_normed_into_fp8(count):
     summands, found = [y * 3 for y in (x, x.flip(0))[:count]], []
     for fork in (norm_fork_reference, norm_fork_fp8):
         leaves = [y.detach().clone().requires_grad_() for y in (*summands, projection.weight)]
-        normed, total = fork(tuple(leaves[:count]))
+        normed, total, _ = fork(tuple(leaves[:count]))
         outs = [qkv_fp8(normed, Projection(leaves[-1], scale), positions, value, None, shape)
                 for scale in (projection.scale, 2 * projection.scale)]
         outs, wanted = [*outs[0], *outs[1], total], [*grads, *grads, total.detach()]

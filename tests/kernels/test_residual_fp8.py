@@ -80,8 +80,9 @@ def test_it_refuses_what_it_cannot_do():
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("n, width", [(16, 20), (48, 72)])
 def test_the_gradients_of_a_forks_readers_meet_in_its_summands(n, width, count, readers):
-    """Twice through one graph the same bits; and as near to float64 as the reference."""
-    summands, grads = [random(n, width) for _ in range(count)], [random(n, width) for _ in range(readers + 1)]
+    """Those of the sum's two readers, too. Twice through one graph the same bits; and as near to float64 as
+    the reference."""
+    summands, grads = [random(n, width) for _ in range(count)], [random(n, width) for _ in range(readers + 2)]
 
     def both(fork, summands, grads):
         leaves = [x.detach().requires_grad_() for x in summands]

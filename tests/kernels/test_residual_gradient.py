@@ -15,7 +15,7 @@ def test_it_is_the_gradient_that_autograd_finds(tuned, c):
     x, out_grad, norm_grad = (random(16, 528) for _ in range(3))
     scales = torch.tensor([0.9, c], device=DEVICE)
     out, _, _, rms = sum_and_norm_fp8((x, 3 * x), scales)
-    found, scale_grads = residual_backward(out_grad, (norm_grad,), out, rms, scales, tuned)
+    found, scale_grads = residual_backward((out_grad,), (norm_grad,), out, rms, scales, tuned)
     if not c:
         torch.testing.assert_close(found, (0.9 * norm_grad / rms[:, None]).type_as(x))
         assert scale_grads.eq(0).all()
@@ -31,10 +31,10 @@ def test_it_is_the_gradient_that_autograd_finds(tuned, c):
 
 def test_it_refuses_what_it_cannot_do():
     x, rms, two = random(6, 8), torch.ones(6, device=DEVICE), torch.ones(2, device=DEVICE)
-    refused(("x", lambda: residual_backward(x, (x,), x.double(), rms)),
-            ("x", lambda: residual_backward(x, (x,), x.T, rms)),
-            ("out_grad", lambda: residual_backward(x[:5], (x,), x, rms)),
-            (r"norm_grads\[1\]", lambda: residual_backward(x, (x, x.double()), x, rms)),
-            ("scales", lambda: residual_backward(x, (x,), x, rms, two[:1])),
-            ("rms", lambda: residual_backward(x, (x,), x, torch.stack([rms, rms], 1)[:, 0])))
-    assert residual_backward(x[:0], (x[:0],), x[:0], rms[:0], two)[0].shape == (0, 8)
+    refused(("x", lambda: residual_backward((x,), (x,), x.double(), rms)),
+            ("x", lambda: residual_backward((x,), (x,), x.T, rms)),
+            (r"out_grads\[0\]", lambda: residual_backward((x[:5], x), (x,), x, rms)),
+            (r"norm_grads\[1\]", lambda: residual_backward((x,), (x, x.double()), x, rms)),
+            ("scales", lambda: residual_backward((x,), (x,), x, rms, two[:1])),
+            ("rms", lambda: residual_backward((x,), (x,), x, torch.stack([rms, rms], 1)[:, 0])))
+    assert residual_backward((x[:0],), (x[:0],), x[:0], rms[:0], two)[0].shape == (0, 8)

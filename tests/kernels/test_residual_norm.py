@@ -39,20 +39,26 @@ def compare(kernel, reference, inputs, grads) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("n, width", SHAPES)
 def test_a_fork_and_the_gradients_of_its_readers(n, width, count, readers):
+    """Of the norm's readers, and of both readers of the sum."""
     def of(fork):
         return lambda *summands: fork(summands, readers)
 
-    summands, grads = [random(n, width) for _ in range(count)], [random(n, width) for _ in range(readers + 1)]
+    summands, grads = [random(n, width) for _ in range(count)], [random(n, width) for _ in range(readers + 2)]
     compare(of(norm_fork), of(norm_fork_reference), summands, grads)
 
 
 def test_each_reader_has_an_output_of_its_own_in_one_memory():
     """So that no gradients are added before the kernel reads them."""
     x = random(4, 16).requires_grad_()
-    *copies, same = norm_fork((x,), 3)
-    assert len({copy.data_ptr() for copy in copies}) == 1 and same.data_ptr() == x.data_ptr()
-    assert sorted(copy.output_nr for copy in copies) == [2, 3, 4]
-    assert len({copy.grad_fn for copy in copies}) == 1
+    for summands in ((x,), (x, x)):
+        *copies, same, again = norm_fork(summands, 3)
+        assert len({copy.data_ptr() for copy in copies}) == 1 and same.data_ptr() == again.data_ptr()
+        assert (same.data_ptr() == x.data_ptr()) == (len(summands) == 1)
+        assert [out.output_nr for out in (same, again, *copies)] == [0, 1, 3, 4, 5]
+        assert len({out.grad_fn for out in (same, again, *copies)}) == 1
+    head, copy_head = before_head((x, x), None, number(0.5))
+    assert head.data_ptr() == copy_head.data_ptr() and head.grad_fn is copy_head.grad_fn
+    assert [head.output_nr, copy_head.output_nr] == [0, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -88,32 +94,34 @@ def test_what_the_head_reads_and_the_gradients_of_both_streams_and_their_share(n
         return lambda *inputs: function(inputs, None, number(0.7))
 
     inputs = *(random(n, width) for _ in range(last + kept)), number(0.7)
+    grads = [random(n, width) for _ in range(2)]        # of the head and of the copy head
     if kept:
-        compare(of(before_head), of(before_head_reference), inputs, [random(n, width)])
+        compare(of(before_head), of(before_head_reference), inputs, grads)
     else:
-        compare(without(before_head), without(before_head_reference), inputs[:-1], [random(n, width)])
+        compare(without(before_head), without(before_head_reference), inputs[:-1], grads)
 
 
 def test_a_share_that_subtracts_nothing_has_no_gradient():
     x, share = random(4, 16).requires_grad_(), number(0.5).requires_grad_()
-    before_head((x,), None, share).sum().backward()      # This gradient is expanded, not contiguous.
+    before_head((x,), None, share)[0].sum().backward()   # This gradient is expanded, not contiguous.
     assert share.grad is None and x.grad.shape == x.shape
 
 
 def test_a_result_without_a_gradient_counts_as_one_with_zeros():
     x, scales, grad = random(5, 48).requires_grad_(), torch.ones(2, device=DEVICE), random(5, 48)
-    for which in range(2):
-        outs = mlp_input((x,), scales)
-        found, = torch.autograd.grad(outs[which], x, grad, retain_graph=True)
-        grads = [grad if i == which else torch.zeros_like(grad) for i in range(2)]
-        assert torch.equal(found, torch.autograd.grad(outs, x, grads)[0])
+    for outs in (mlp_input((x,), scales), norm_fork((x, x), 1), before_head((x,), (x,), number(0.5))):
+        for which in range(len(outs)):
+            found, = torch.autograd.grad(outs[which], x, grad, retain_graph=True)
+            grads = [grad if i == which else torch.zeros_like(grad) for i in range(len(outs))]
+            assert torch.equal(found, torch.autograd.grad(outs, x, grads, retain_graph=True)[0])
 
 
 def test_writing_over_what_backward_reads_is_an_error():
     x, scales = random(4, 16).requires_grad_(), torch.ones(2, device=DEVICE)
     passing, normed = mlp_input((x,), scales)
-    out = before_head((x,), (x,), number(0.5))
-    for read, result in ((passing, normed), (out, out)):
+    out, twin = before_head((x,), (x,), number(0.5))
+    *_, same, again = norm_fork((x, x))
+    for read, result in ((passing, normed), (out, twin), (again, same)):
         read.detach().add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             result.sum().backward()
@@ -131,16 +139,16 @@ def test_they_refuse_what_they_cannot_do():
             (r"kept\[1\]", lambda: before_head((x, x), (x, x.T), one)),
             ("backout", lambda: before_head((x,), (x,), two[:1])),
             ("backout", lambda: before_head((x,), (x,), one.double())),
-            ("grad", lambda: before_head_backward(x[:5], x, rms, (x,), one)),
-            (r"kept\[0\]", lambda: before_head_backward(x, x, rms, (x[:5],), one)),
-            ("rms", lambda: before_head_backward(x, x, rms[:5], (x,), one)),
-            ("rms", lambda: before_head_backward(x, x, torch.stack([rms, rms], 1)[:, 0], (x,), one)))
+            (r"grads\[1\]", lambda: before_head_backward((x, x[:5]), x, rms, (x,), one)),
+            (r"kept\[0\]", lambda: before_head_backward((x,), x, rms, (x[:5],), one)),
+            ("rms", lambda: before_head_backward((x,), x, rms[:5], (x,), one)),
+            ("rms", lambda: before_head_backward((x,), x, torch.stack([rms, rms], 1)[:, 0], (x,), one)))
 
 
 def test_no_rows_give_no_rows():
     x, share = random(6, 8)[:0].requires_grad_(), number(1.0).requires_grad_()
     scales = torch.ones(2, device=DEVICE, requires_grad=True)
-    outs = *norm_fork((x, x), 2), *mlp_input((x,), scales), before_head((x,), (x,), share)
+    outs = *norm_fork((x, x), 2), *mlp_input((x,), scales), *before_head((x,), (x,), share)
     assert all(out.shape == (0, 8) for out in outs)
     sum(out.sum() for out in outs).backward()
     assert x.grad.shape == (0, 8) and scales.grad.eq(0).all() and share.grad == 0
