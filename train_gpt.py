@@ -525,11 +525,12 @@ class GPT(nn.Module):
         by_token = self.sort(batch.tokens)
         rows = self.ngrams.index(batch)
         transit.reach("embedding")
+        # The rows of n-grams leave first. So their gradients travel under the embedding's backward pass.
+        in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
         smear_scale, backout_scale = self.scalars.unbind()
         x = ops.lookup(self.head, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
-        in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
-        transit.reach("n-grams")    # The rows leave before these gathers start: layer 0 needs the rows first.
+        transit.reach("n-grams")    # These gathers start behind the rows, which layer 0 needs first.
         scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
         context = Context(step, transit, sequences, positions, scale, by_token, in_flight, scalars, gates)
         streams = [mlp.Residual(x, readers=self.readers[0])]    # inputs of layers 0, 1, … and of the head
@@ -1058,9 +1059,9 @@ class Trainer:
                     wait(self.world.collectives.all_reduce(total))
                     self.loss.copy_(total / step.batch_tokens)
                     optimizer.check_finite(self.loss)
+                    self.model.counts.learn(batches, self.world.collectives.all_gathered)
             training_loss.backward()
         optimizer.step()
-        self.model.counts.learn(batches, self.world.collectives.all_gathered)
 
     def capture(self, step: Step, batches: list[Batch]) -> None:
         """Record what a step of this kind does as a CUDA graph, which later steps replay by one launch."""

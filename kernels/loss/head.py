@@ -96,6 +96,11 @@ def head_loss_reference(
     return sum(weight * loss for weight, loss in zip(wanted.weights, losses)), losses[0]
 
 
+def over_tokens(x: Tensor) -> Tensor:
+    """Σ over the tokens of x (n, …) float32. In one step torch would sum on one multiprocessor alone."""
+    return (x.unflatten(0, (-1, 64)).sum(1) if len(x) % 64 == 0 else x).sum(0)
+
+
 def deliver(made: Tensor, grad: Gradient | None) -> Tensor | None:
     """The gradient itself for autograd, or None after it has gone where `grad` says."""
     if grad is None:
@@ -138,8 +143,9 @@ class HeadLoss(torch.autograd.Function):
         if wanted:
             share = None if log_odds is None else torch.empty_like(log_odds)
             ctx.save_for_backward(weights, share, *kept)
-        losses = cross_entropy(logits, targets, weights, logits_grad, transposed, scale, candidate_weights,
-                               log_odds, share, all_wanted.never).sum(0)
+        losses = over_tokens(cross_entropy(
+            logits, targets, weights, logits_grad, transposed, scale, candidate_weights, log_odds, share,
+            all_wanted.never))
         ctx.mark_non_differentiable(losses)
         return (losses * weights).sum(), losses
 
@@ -193,7 +199,7 @@ def head_loss(
         x, head, log_odds, targets, wanted, fp8, candidate_weights, grad)
     if mixture is None:
         return total, losses[0]
-    more = -mixture.log_rest.masked_fill(wanted.targets < 0, 0).sum()
+    more = -over_tokens(mixture.log_rest.masked_fill(wanted.targets < 0, 0))
     return total + wanted.weights[0] * more, losses[0] + more.detach()
 
 

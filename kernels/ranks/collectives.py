@@ -87,6 +87,10 @@ class Collectives:
         """Memory that other ranks can read: make here what `all_gather` gathers and `reduce_scatter` sums."""
         return torch.zeros(*shape, dtype=dtype, device=device)
 
+    def apart(self) -> "Collectives":
+        """Collectives of the same ranks, for what should not queue behind these, if they can run beside."""
+        return self
+
     def outgoing(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what the next `all_to_all` of this many numbers sends. Its contents are not defined.
 

@@ -70,9 +70,10 @@ class PeerCopies(Collectives):
 
     moves_own = False
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup, stream: str = "copies"):
+        """`stream`: the name of the stream of the copies."""
         super().__init__(group.size(), group)
-        self.rank, self.stream = group.rank(), side_stream("copies")
+        self.rank, self.stream = group.rank(), side_stream(stream)
         self.memories: dict[int, object] = {}  # `_SymmetricMemory` by the address of what the others can read
         self.staging: dict[tuple[int, torch.dtype], Tensor] = {}  # buffers for the rest, by length
         # Fail now if the driver shares no memory. And load the kernels now: CUDA may wait for an idle GPU
@@ -97,6 +98,9 @@ class PeerCopies(Collectives):
         torch.cuda.synchronize(device)
         self.memories[x.untyped_storage().data_ptr()] = _symmetric_memory.rendezvous(x, self.group)
         return x
+
+    def apart(self) -> "PeerCopies":
+        return PeerCopies(self.group, "copies apart")
 
     def outgoing(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         kind = math.prod(shape), dtype

@@ -16,8 +16,8 @@ of the backward pass. So the exchange of their features and their update run und
     small ones  one all_reduce after all of these, for scalars and gates, which every rank updates
     n-grams     two all_to_alls that the model itself sends: rows forward, their gradients backward
     features    with `--shared_updates` a reduce_scatter of gradients and an all_gather of updates, in the
-                update of each group of tables of tokens
-    text        with `--retrieval` one all_gather by the trainer after all others, for every rank's counts
+                update of each group of tables of tokens, on a stream apart from the others
+    text        with `--retrieval` one all_gather by the trainer, beside the backward pass, for counts
 """
 from collections import deque
 from collections.abc import Iterator
@@ -117,9 +117,9 @@ def of_the_model(has_ngrams: bool) -> list[Transfer]:
     loss = [Transfer("all_reduce", "loss", None, "head", UPDATE)]
     if not has_ngrams:
         return loss
-    return [Transfer("all_gather", "row numbers of n-grams", None, "embedding", "n-grams"),
-            Transfer("all_to_all", "rows of n-grams", None, "n-grams", "layer 0"), *loss,
-            Transfer("all_to_all", "gradients of n-grams", None, "layer 0", "n-grams")]
+    return [Transfer("all_gather", "row numbers of n-grams", None, "embedding", "embedding"),
+            Transfer("all_to_all", "rows of n-grams", None, "embedding", "layer 0"), *loss,
+            Transfer("all_to_all", "gradients of n-grams", None, "layer 0", "embedding")]
 
 
 def updates_of(traffic: list[Traffic], sums: list[Transfer]) -> list[Update]:

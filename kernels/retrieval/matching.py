@@ -30,8 +30,8 @@ def near_guesses(tokens: Tensor, is_start: Tensor, keys: Tensor) -> tuple[Tensor
     keys (k, n) from `suffix_keys`, shorter ends first. Returns the guesses (n,) int64, which count from 1,
     and the numbers (n,) of their lengths; both 0 where there is none.
     """
-    # Equal keys of a sequence become neighbours, in the order of the text. 32 bits take half the passes of 64.
-    # Of 98,304 tokens about one for each length then gets, by chance, the guess of other earlier tokens.
+    # Equal keys of a sequence become neighbours, in the order of the text. 32 bits take half the passes that
+    # 64 take. By chance about one token of 98,304 for each length then gets the guess of other tokens.
     short = (keys + is_start.cumsum(0) * FACTORS[0]) * FACTORS[1] >> 32
     ordered, order = torch.sort(short.int(), dim=1, stable=True)
     following = torch.where(ordered[:, 1:] == ordered[:, :-1], order[:, :-1] + 1, 0)
