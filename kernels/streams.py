@@ -10,13 +10,15 @@ SPARE = 0.04        # of a graph's memory: what gets lost between its tensors
 
 
 @cache
-def side_stream(name: str) -> torch.cuda.Stream:
-    """The process's stream of that name, made once and never again.
+def side_stream(name: str, high: bool = False) -> torch.cuda.Stream:
+    """The process's stream of that name, made once and never again; with a `high` priority if asked for.
+
+    The blocks of a kernel on a stream of high priority start before those of others that wait for a place.
 
     torch has a pool of 32 streams and hands them out in turn. A later run in the same process that asked for
     new ones could get the stream on which CUDA graphs are recorded, and nothing runs beside that.
     """
-    return torch.cuda.Stream()
+    return torch.cuda.Stream(priority=-high)
 
 
 @contextmanager

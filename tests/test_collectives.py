@@ -59,7 +59,7 @@ def rendezvous(x: torch.Tensor, group: Group) -> Memory:
 def on_threads(monkeypatch):
     """A function that runs one of (rank, its PeerCopies) on so many ranks at once; for the results of all."""
     stream = SimpleNamespace(wait_stream=lambda _: None, record_event=lambda: None, wait_event=lambda _: None)
-    monkeypatch.setattr(by_copies, "side_stream", lambda _: stream)
+    monkeypatch.setattr(by_copies, "side_stream", lambda *_, **__: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -270,7 +270,7 @@ def test_what_ranks_choose(monkeypatch, size, here, rank, local, chosen):
     monkeypatch.setattr(worlds, "groups", lambda inside: (node, between))
     monkeypatch.setattr(worlds, "side_stream", lambda _: None)
     monkeypatch.setattr(worlds.dist, "group", SimpleNamespace(WORLD=node))
-    monkeypatch.setattr(by_copies, "side_stream", lambda _: None)
+    monkeypatch.setattr(by_copies, "side_stream", lambda *_, **__: None)
     for method in ("zeros", "all_reduce"):
         monkeypatch.setattr(by_copies.PeerCopies, method, lambda *_, **__: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: local)
