@@ -841,15 +841,15 @@ class Optimizer:
             config.steps + config.extra_steps, config.average_steps, config.average_every,
             config.average_share, config.width)
         apart = config.overlap and world.device.type == "cuda"
-        self.streams = {name: side_stream(name) for name in self.shards if apart}   # where groups are updated
+        # Groups are updated on streams. NorMuon's many small kernels go before the large ones of tables.
+        self.streams = {one.name: side_stream(one.name, one.algorithm is NorMuon) for one in groups if apart}
         self.loss_stream = side_stream("loss") if apart else None   # where the loss is summed and checked
         self.lr, *momentum = (torch.zeros((), device=world.device) for _ in range(3))
         self.rates = updates.Rates(*momentum, config.slow_beta)
         self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # whether losses were finite
         self.traffic = [group.traffic(world.size) for group in groups]
-        # These queues hold the gathers, sums and updates of the timetable that have not started.
-        self.to_gather, self.to_sum, self.to_update = deque(), deque(), deque()
-        self.gathers: deque[tuple[Transfer, Work]] = deque()                # gathers under way
+        # Queues of the gathers, sums and updates of the timetable that have not started; gathers under way.
+        self.to_gather, self.to_sum, self.to_update, self.gathers = (deque() for _ in range(4))
         self.sums: dict[str, list[Work]] = {}                               # sums under way, by group
 
     def begin(self, step: "Step") -> None:
