@@ -74,14 +74,14 @@ ROOT = Path(__file__).resolve().parent
 class Layer:
     """What one layer has besides attention and an MLP. The model names no layer by its number."""
     long_window: bool = False       # Attention has the long window, and `key_offset` acts.
-    narrow: bool = False            # Attention's window is one block in every stage.
+    narrow: bool = False            # Attention's window is always one block.
     value_embedding: bool = False   # The token's row of a table is added to V, through a gate.
     kept: bool = False              # Later layers can read what leaves this layer.
     reads_kept: bool = False        # Attention reads the latest kept output, not the residual stream.
     backout: bool = False           # Part of what leaves this layer is subtracted before the head.
 
     def window(self, windows: tuple[Blocks, Blocks]) -> Blocks:
-        """This layer's window in a step with the short and the long window `windows`."""
+        """This layer's window in blocks, in a step with the short and the long window `windows`."""
         return 1 if self.narrow else windows[self.long_window]
 
 
@@ -290,7 +290,7 @@ PRESETS = {
     "speedrun": SPEEDRUN,
     # Records of one and two H200s, on 189 M tokens, used this preset at the commits that they name. Steps
     # gain 0.002 for 1% of the time. So layer 2 is left out (11% for 0.018 on `clean`), as is a sixth head
-    # (6% for 0.002 to 0.01), and layers 0, 1 and 3 have windows of one block (wider: 2.5% for 0.001).
+    # (6% for 0.002 to 0.01). Of what is left, layers 0, 1 and 3 have narrow windows (wide: 2.5% for 0.001).
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", data_path="", layers=tuple(
             replace(layer, narrow=i in (0, 1, 3))
@@ -525,7 +525,7 @@ class GPT(nn.Module):
         by_token = self.sort(batch.tokens)
         rows = self.ngrams.index(batch)
         transit.reach("embedding")
-        # The rows of n-grams leave first. So their gradients travel under the embedding's backward pass.
+        # Autograd goes in reverse. So it waits for the gradients of these rows after the embedding's alone.
         in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
         smear_scale, backout_scale = self.scalars.unbind()
         x = ops.lookup(self.head, by_token)
@@ -594,14 +594,14 @@ class GPT(nn.Module):
         return self.ops.feed_forward(x, *matrices, grads, transit.fp8_weights[i][1])
 
     def loss(self, x: Tensor, twin: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
-        """Training and next-token loss of the head, which reads x, and copy head, which reads its twin."""
+        """Training and next-token loss. The copy head reads `twin`: x as an autograd output of its own."""
         ops, in_fp8 = self.ops, "head" in self.fp8
         mixture = self.copy_head.mixture(twin, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
         mixture = self.counts.mixed(mixture, batch, context.positions.is_start)
         wanted = loss.Targets(
             batch.targets, context.positions.is_start, self.loss_weights[:len(context.step.multi_token)],
             mixture, loss.ruled_out(self.never, batch.tokens))
-        if not len(batch.candidates):       # With candidates the loss is over this sample of tokens.
+        if not len(batch.candidates):       # Otherwise the loss is over this sample of tokens.
             return ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
         return loss.sampled_head_loss(
             ops.head_loss, ops.lookup, self.sort, x, self.head, wanted, batch.sample, in_fp8)
@@ -841,14 +841,14 @@ class Optimizer:
             config.steps + config.extra_steps, config.average_steps, config.average_every,
             config.average_share, config.width)
         apart = config.overlap and world.device.type == "cuda"
-        # Groups are updated on streams. NorMuon's many small kernels go before the large ones of tables.
-        self.streams = {one.name: side_stream(one.name, one.algorithm is NorMuon) for one in groups if apart}
-        self.loss_stream = side_stream("loss") if apart else None   # where the loss is summed and checked
+        # Groups are updated on streams of their own. NorMuon's many small kernels go before all others.
+        self.streams = {g.name: side_stream(g.name, high=g.algorithm is NorMuon) for g in groups if apart}
+        self.loss_stream = side_stream("loss") if apart else None   # sums and checks losses, counts text
         self.lr, *momentum = (torch.zeros((), device=world.device) for _ in range(3))
         self.rates = updates.Rates(*momentum, config.slow_beta)
         self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # whether losses were finite
         self.traffic = [group.traffic(world.size) for group in groups]
-        # Queues of the gathers, sums and updates of the timetable that have not started; gathers under way.
+        # Three queues hold what has not started of the timetable; `gathers` holds the gathers under way.
         self.to_gather, self.to_sum, self.to_update, self.gathers = (deque() for _ in range(4))
         self.sums: dict[str, list[Work]] = {}                               # sums under way, by group
 

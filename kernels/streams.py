@@ -10,8 +10,8 @@ SPARE = 0.04        # of a graph's memory: what gets lost between its tensors
 
 
 @cache
-def side_stream(name: str, high: bool = False) -> torch.cuda.Stream:
-    """The process's stream of that name, made once and never again; with a `high` priority if asked for.
+def side_stream(name: str, *, high: bool = False) -> torch.cuda.Stream:
+    """The process's stream of that name and priority, made once and never again.
 
     The blocks of a kernel on a stream of high priority start before those of others that wait for a place.
 

@@ -268,7 +268,6 @@ def test_what_ranks_choose(monkeypatch, size, here, rank, local, chosen):
     node, between = (SimpleNamespace(size=lambda n=n: n, rank=lambda: 0) for n in (here, size // here))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(worlds, "groups", lambda inside: (node, between))
-    monkeypatch.setattr(worlds, "side_stream", lambda _: None)
     monkeypatch.setattr(worlds.dist, "group", SimpleNamespace(WORLD=node))
     monkeypatch.setattr(by_copies, "side_stream", lambda *_, **__: None)
     for method in ("zeros", "all_reduce"):

@@ -125,7 +125,8 @@ class Lookup(torch.autograd.Function):
         ctx.table, ctx.order, ctx.grad = table, order, grad
         if table.shape[1] > NARROW:
             return F.embedding(order.index, table)
-        return take_rows(table, order.index, empty=empty).detach()  # `empty` may keep the other tensor.
+        # Autograd marks what is returned, so that is not the tensor that `empty` may hand out again.
+        return take_rows(table, order.index, empty=empty).detach()
 
     @staticmethod
     def backward(ctx, rows_grad: Tensor) -> tuple[None, ...]:

@@ -17,7 +17,7 @@ that of the next token's out:
     x_grad     = y_grad + next_m · next_y_grad + logit_grad · gate
     row_grad   = (x_grad − x (x·x_grad) / width) / |row|
 
-A row is longer than what registers hold comfortably, so it is read in chunks of columns. The dot products
+A row is read in chunks of columns, so that a width like 768 pads nothing. The dot products
 x·x_grad and y_grad·p are expanded into dot products of y, next_y, grad, next_grad, x and p. One loop over
 chunks loads all rows, so that all loads are under way at once, and keeps them as they are stored; another
 makes the dot products (`dot_products`), and a third one row_grad (`store_gradients`).

@@ -24,8 +24,8 @@ from kernels.example import Example
 from kernels.sequence import previous
 
 # (tokens a program, columns a chunk, warps), and backward also programs a multiprocessor and the most
-# registers a thread: with 168 a multiprocessor has room for three programs, with the 243 that ptxas wants for
-# two. The first is used.
+# registers a thread. With 168 registers three programs fit on a multiprocessor. None leaves the number to
+# ptxas, which takes 243, and then two fit. The first is used.
 CONFIGS = [(4, 256, 4), (8, 256, 8), (16, 256, 8), (4, 1024, 8)]
 BACKWARD_CONFIGS = [(4, 256, 4, 3, 168), (4, 256, 4, 2, None), (4, 256, 4, 4, 128), (4, 256, 4, 6, 168),
                     (4, 256, 4, 1024, 168), (8, 256, 8, 1, None), (8, 256, 8, 2, 128)]

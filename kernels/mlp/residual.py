@@ -70,7 +70,7 @@ class Residual:
 
     @property
     def later(self) -> Summands:
-        """The stream for a reader behind the next layer; once `normed` has summed it, the sum's own copy."""
+        """The stream for a reader behind the next layer; a single tensor once `normed` has summed it."""
         return self._later
 
     @property

@@ -22,7 +22,7 @@ from kernels.ranks.collectives import Collectives, wait
 def in_words(x: Tensor) -> Tensor:
     """View x (n, c) as 16-byte words if its rows are a multiple of 16 bytes.
 
-    The transposing copies below then move fewer, larger elements. complex128 is torch's only 16-byte number.
+    The strided copies below then move fewer, larger elements. complex128 is torch's only 16-byte number.
     """
     return x.view(torch.complex128) if x.shape[1] * x.element_size() % 16 == 0 else x
 
@@ -53,7 +53,8 @@ class ColumnExchange:
     all-to-all of the gradients and `send` waits for it. With one rank nothing is sent.
 
     With `PeerCopies` what a rank sends is written where the others read it, and what it sends to itself does
-    not move. On two H200s, where 98,304 tokens a rank send 126 MB each way, this saves four copies a step.
+    not move. On two H200s the rows of 98,304 tokens a rank are 126 MB, of which half leave the GPU. In each
+    direction this saves a copy of all rows and one of half of them.
     """
 
     def __init__(self, collectives: Collectives):
@@ -84,12 +85,13 @@ class ColumnExchange:
         return ReceiveColumns.apply(sent, self) if self.collectives.size > 1 else sent
 
     def by_rank(self, parts: Tensor, own: Tensor) -> list[Tensor]:
-        """The parts (n, c) of `parts` (ranks · n, c) for each rank, but this rank's own part of `own`."""
+        """For each rank its part (n, c): this rank's from `own`, the others' from `parts` (ranks · n, c)."""
         rank, size = self.collectives.rank, self.collectives.size
         return [(own if r == rank else parts).chunk(size)[r] for r in range(size)]
 
 
 class SendColumns(torch.autograd.Function):
+    """What arrives from the other ranks. Without `moves_own` this rank's part of the result is undefined."""
     @staticmethod
     def forward(ctx, parts: Tensor, exchange: ColumnExchange) -> Tensor:
         ctx.exchange = exchange

@@ -123,7 +123,7 @@ class SharedUpdates:
 
         `world`: the program's ranks.
         """
-        self.collectives, self.rank, (rows, width) = world.collectives.apart(), world.rank, tables[0].shape
+        self.collectives, self.rank, (rows, width) = world.collectives.apart, world.rank, tables[0].shape
         ranks, like = self.collectives.size, dict(dtype=tables[0].dtype, device=tables[0].device)
         self.features = number_features(features, rows, like["device"], self.rank, ranks)
         each = -(-self.features.count // ranks)     # The last part may exceed the features.

@@ -87,6 +87,7 @@ class Collectives:
         """Memory that other ranks can read: make here what `all_gather` gathers and `reduce_scatter` sums."""
         return torch.zeros(*shape, dtype=dtype, device=device)
 
+    @property
     def apart(self) -> "Collectives":
         """Collectives of the same ranks, for what should not queue behind these, if they can run beside."""
         return self
@@ -122,7 +123,7 @@ class Collectives:
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
         """Part r of sent (size * n, ...) goes to rank r; received gets one part from each, in rank order.
 
-        But for `moves_own`, what a rank sends to itself stays where it is, and so does that part of received.
+        Where `moves_own` is False, a rank's part for itself is not copied, and received keeps what was there.
         """
         if self.size == 1:
             return None

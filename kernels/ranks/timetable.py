@@ -139,9 +139,9 @@ def updates_of(traffic: list[Traffic], sums: list[Transfer]) -> list[Update]:
 def timetable_text(table: Timetable, layers: int) -> str:
     """The timetable as a person reads it: a line for each stop at which something starts or is waited for."""
     stops = stops_of(layers)
-    returning = [t for t in table.model if t.what.startswith(("gradients", "features"))]
+    returning = [t for t in table.model if t.what.startswith("gradients")]
     forward = [*table.gathers, *(t for t in table.model if t not in returning)]
-    phases = [("forward", stops, forward), ("backward", stops[::-1], [*table.sums, *returning]),
+    phases = [("forward", stops, forward), ("backward", stops[::-1], [*returning, *table.sums]),
               ("update", [UPDATE], [*table.sums, *table.model])]
     lines = []
     for phase, places, transfers in phases:

@@ -12,7 +12,6 @@ from kernels.ranks.collectives import PATIENCE, Collectives, RankError, reason_o
 from kernels.ranks.copies import PeerCopies, can_copy, ranks_here
 from kernels.ranks.nodes import Nodes, groups
 from kernels.ranks.watchdog import Watchdog, progress
-from kernels.streams import side_stream
 
 PIECE = 2 ** 22     # words of 8 bytes that are hashed at a time: what is computed with them takes memory
 
@@ -105,8 +104,8 @@ class World:
             reason = str(error).splitlines()[0]
             raise RankError(f"the GPUs cannot share memory ({reason}); use --peer_copies false") from None
         if between is not None:
-            apart = Collectives(between.size(), between)
-            self.collectives = Nodes(self.collectives, apart, side_stream("copies"))
+            across = Collectives(between.size(), between)
+            self.collectives = Nodes(self.collectives, across, self.collectives.stream)
 
     def check_equal(self, tensors: dict[str, Tensor]) -> None:
         """RankError, on all ranks, if a tensor differs between ranks. Only hashes travel; the host waits."""

@@ -202,7 +202,8 @@ class OtherRanks(Collectives):
         return self.staging[kind].view(shape)
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> None:
-        self.outgoing(*sent.shape, dtype=sent.dtype, device=META)   # It is there, or what is sent is staged.
+        if self.copies:     # What is sent is there, or it is staged.
+            self.outgoing(*sent.shape, dtype=sent.dtype, device=META)
 
 
 class Need(NamedTuple):
