@@ -841,8 +841,7 @@ class Optimizer:
             config.steps + config.extra_steps, config.average_steps, config.average_every,
             config.average_share, config.width)
         apart = config.overlap and world.device.type == "cuda"
-        # Groups are updated on streams of their own. NorMuon's many small kernels go before all others.
-        self.streams = {g.name: side_stream(g.name, high=g.algorithm is NorMuon) for g in groups if apart}
+        self.streams = {name: side_stream(name) for name in self.shards if apart}   # where groups are updated
         self.loss_stream = side_stream("loss") if apart else None   # sums and checks losses, counts text
         self.lr, *momentum = (torch.zeros((), device=world.device) for _ in range(3))
         self.rates = updates.Rates(*momentum, config.slow_beta)

@@ -10,15 +10,13 @@ SPARE = 0.04        # of a graph's memory: what gets lost between its tensors
 
 
 @cache
-def side_stream(name: str, *, high: bool = False) -> torch.cuda.Stream:
-    """The process's stream of that name and priority, made once and never again.
-
-    The blocks of a kernel on a stream of high priority start before those of others that wait for a place.
+def side_stream(name: str) -> torch.cuda.Stream:
+    """The process's stream of that name, made once and never again.
 
     torch has a pool of 32 streams and hands them out in turn. A later run in the same process that asked for
     new ones could get the stream on which CUDA graphs are recorded, and nothing runs beside that.
     """
-    return torch.cuda.Stream(priority=-high)
+    return torch.cuda.Stream()
 
 
 @contextmanager

@@ -19,17 +19,16 @@ that of the next token's out:
 
 A row is read in chunks of columns, so that a width like 768 pads nothing. The dot products
 x·x_grad and y_grad·p are expanded into dot products of y, next_y, grad, next_grad, x and p. One loop over
-chunks loads all rows, so that all loads are under way at once, and keeps them as they are stored; another
-makes the dot products (`dot_products`), and a third one row_grad (`store_gradients`).
+chunks makes all of these (`dot_products`); another loop makes row_grad (`store_gradients`).
 """
 from kernels.backend import tl, triton
 
 
 @triton.jit
 def load_rows(rows_ptr, token, live, width, column):
-    """Rows of tokens; zeros where a token is not live."""
+    """Rows of tokens, in float32; zeros where a token is not live."""
     at = token.to(tl.int64)[:, None] * width + column
-    return tl.load(rows_ptr + at, mask=live[:, None] & (column < width), other=0.0)
+    return tl.load(rows_ptr + at, mask=live[:, None] & (column < width), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -53,8 +52,8 @@ def smear_kernel(rows_ptr, is_start_ptr, gate_ptr, strength_ptr, out_ptr, n, wid
     rows = ()  # by chunk: this token's and that of the token before
     for chunk in tl.static_range(CHUNKS):
         column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        row = load_rows(rows_ptr, token, live, width, column).to(tl.float32)
-        before = load_rows(rows_ptr, token - 1, joined, width, column).to(tl.float32)
+        row = load_rows(rows_ptr, token, live, width, column)
+        before = load_rows(rows_ptr, token - 1, joined, width, column)
         square, before_square = square + dot(row, row), before_square + dot(before, before)
         if chunk == 0:
             row_dot_gate = dot(row, load_gate(gate_ptr, token, channels, column))
@@ -76,43 +75,40 @@ def smear_kernel(rows_ptr, is_start_ptr, gate_ptr, strength_ptr, out_ptr, n, wid
 
 
 @triton.jit
-def vectors_of(held, inverses, mixes):
-    """x, p, y, next_y, grad and next_grad in float32, from a chunk of what was loaded."""
-    row, before, after, grad, next_grad = held
+def dot_products(grad_ptr, rows, token, live, next_joined, inverses, mixes, width, zeros,
+                 COLUMNS: tl.constexpr):
+    """By chunk x, y, next_y, grad and next_grad; and all dot products that the gradients need."""
     inverse, before_inverse, next_inverse = inverses
     mix, next_mix = mixes
-    x, p = row.to(tl.float32) * inverse[:, None], before.to(tl.float32) * before_inverse[:, None]
-    y = x + p * mix[:, None]
-    next_y = after.to(tl.float32) * next_inverse[:, None] + x * next_mix[:, None]
-    return x, p, y, next_y, grad.to(tl.float32), next_grad.to(tl.float32)
-
-
-@triton.jit
-def dot_products(rows, inverses, mixes, zeros):
-    """All dot products that the gradients need."""
     y_square, next_y_square, y_dot_grad, next_y_dot_next_grad = zeros, zeros, zeros, zeros
     grad_dot_x, y_dot_x, next_grad_dot_x, next_y_dot_x = zeros, zeros, zeros, zeros
-    grad_dot_p, y_dot_p = zeros, zeros
+    grad_dot_p, y_dot_p, vectors = zeros, zeros, ()
     for chunk in tl.static_range(len(rows)):
-        x, p, y, next_y, grad, next_grad = vectors_of(rows[chunk], inverses, mixes)
+        column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        row, before, after = rows[chunk]
+        x, p = row * inverse[:, None], before * before_inverse[:, None]
+        y, next_y = x + p * mix[:, None], after * next_inverse[:, None] + x * next_mix[:, None]
+        grad = load_rows(grad_ptr, token, live, width, column)
+        next_grad = load_rows(grad_ptr, token + 1, next_joined, width, column)
         y_square, next_y_square = y_square + dot(y, y), next_y_square + dot(next_y, next_y)
         y_dot_grad += dot(y, grad)
         next_y_dot_next_grad += dot(next_y, next_grad)
         grad_dot_x, y_dot_x = grad_dot_x + dot(grad, x), y_dot_x + dot(y, x)
         next_grad_dot_x, next_y_dot_x = next_grad_dot_x + dot(next_grad, x), next_y_dot_x + dot(next_y, x)
         grad_dot_p, y_dot_p = grad_dot_p + dot(grad, p), y_dot_p + dot(y, p)
+        vectors += ((x, y, next_y, grad, next_grad),)
     this = y_square, y_dot_grad, grad_dot_x, y_dot_x
     following = next_y_square, next_y_dot_next_grad, next_grad_dot_x, next_y_dot_x
-    return this, following, (grad_dot_p, y_dot_p)
+    return vectors, this, following, (grad_dot_p, y_dot_p)
 
 
 @triton.jit
-def store_gradients(rows_grad_ptr, rows, inverses, mixes, gate_ptr, factors, token, live, width, channels,
+def store_gradients(rows_grad_ptr, vectors, gate_ptr, factors, token, live, width, channels,
                     COLUMNS: tl.constexpr):
     y_inverse, y_share, next_y_inverse, next_y_share, next_mix, logit_grad, along, inverse = factors
-    for chunk in tl.static_range(len(rows)):
+    for chunk in tl.static_range(len(vectors)):
         column = chunk * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        x, p, y, next_y, grad, next_grad = vectors_of(rows[chunk], inverses, mixes)
+        x, y, next_y, grad, next_grad = vectors[chunk]
         x_grad = grad * y_inverse[:, None] - y * y_share[:, None] + next_mix[:, None] * (
             next_grad * next_y_inverse[:, None] - next_y * next_y_share[:, None])
         if chunk == 0:
@@ -141,15 +137,12 @@ def smear_backward_kernel(grad_ptr, rows_ptr, is_start_ptr, gate_ptr, strength_p
             row = load_rows(rows_ptr, token, live, width, column)
             before = load_rows(rows_ptr, token - 1, joined, width, column)
             after = load_rows(rows_ptr, token + 1, next_joined, width, column)
-            grad = load_rows(grad_ptr, token, live, width, column)
-            next_grad = load_rows(grad_ptr, token + 1, next_joined, width, column)
-            rows += ((row, before, after, grad, next_grad),)
-            row, before, after = row.to(tl.float32), before.to(tl.float32), after.to(tl.float32)
             square, before_square = square + dot(row, row), before_square + dot(before, before)
             next_square += dot(after, after)
             if chunk == 0:
                 gate = load_gate(gate_ptr, token, channels, column)
                 row_dot_gate, next_row_dot_gate = dot(row, gate), dot(after, gate)
+            rows += ((row, before, after),)
         inverse, before_inverse = tl.rsqrt(square / width + eps), tl.rsqrt(before_square / width + eps)
         next_inverse = tl.rsqrt(next_square / width + eps)
         sigma = tl.sigmoid(row_dot_gate * inverse)
@@ -157,8 +150,8 @@ def smear_backward_kernel(grad_ptr, rows_ptr, is_start_ptr, gate_ptr, strength_p
         mix = strength * sigma
 
         inverses = inverse, before_inverse, next_inverse
-        mixes = mix, next_mix
-        this, following, with_p = dot_products(rows, inverses, mixes, zeros)
+        vectors, this, following, with_p = dot_products(
+            grad_ptr, rows, token, live, next_joined, inverses, (mix, next_mix), width, zeros, COLUMNS)
         y_square, y_dot_grad, grad_dot_x, y_dot_x = this
         next_y_square, next_y_dot_next_grad, next_grad_dot_x, next_y_dot_x = following
         # y_grad = grad · y_inverse − y · y_share, and so for the next token.
@@ -174,8 +167,7 @@ def smear_backward_kernel(grad_ptr, rows_ptr, is_start_ptr, gate_ptr, strength_p
                  + next_mix * (next_y_inverse * next_grad_dot_x - next_y_share * next_y_dot_x)
                  + logit_grad * row_dot_gate * inverse)
         factors = y_inverse, y_share, next_y_inverse, next_y_share, next_mix, logit_grad, along, inverse
-        store_gradients(rows_grad_ptr, rows, inverses, mixes, gate_ptr, factors, token, live, width, channels,
-                        COLUMNS)
+        store_gradients(rows_grad_ptr, vectors, gate_ptr, factors, token, live, width, channels, COLUMNS)
         strength_sum += mix_grad * sigma
         at = token.to(tl.int64)[:, None] * width + gates
         seen = tl.load(rows_ptr + at, mask=live[:, None] & (gates < channels), other=0.0).to(tl.float32)

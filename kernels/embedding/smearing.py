@@ -23,12 +23,9 @@ from kernels.embedding.smear_kernels import smear_backward_kernel, smear_kernel
 from kernels.example import Example
 from kernels.sequence import previous
 
-# (tokens a program, columns a chunk, warps), and backward also programs a multiprocessor and the most
-# registers a thread. With 168 registers three programs fit on a multiprocessor. None leaves the number to
-# ptxas, which takes 243, and then two fit. The first is used.
+# (tokens a program, columns a chunk, warps), and backward also programs a multiprocessor. The first is used.
 CONFIGS = [(4, 256, 4), (8, 256, 8), (16, 256, 8), (4, 1024, 8)]
-BACKWARD_CONFIGS = [(4, 256, 4, 3, 168), (4, 256, 4, 2, None), (4, 256, 4, 4, 128), (4, 256, 4, 6, 168),
-                    (4, 256, 4, 1024, 168), (8, 256, 8, 1, None), (8, 256, 8, 2, 128)]
+BACKWARD_CONFIGS = [(4, 256, 4, 2), (8, 256, 8, 1), (4, 256, 4, 1024), (8, 256, 8, 1024)]
 
 
 def smear_reference(rows: Tensor, is_start: Tensor, gate: Tensor | None, strength: Tensor) -> Tensor:
@@ -66,11 +63,11 @@ def smear_forward(rows: Tensor, is_start: Tensor, gate: Tensor, strength: Tensor
 
 
 def smear_backward(grad: Tensor, rows: Tensor, is_start: Tensor, gate: Tensor, strength: Tensor,
-                   tuned: tuple[int, int, int, int, int | None] | None = None) -> tuple[Tensor, ...]:
+                   tuned: tuple[int, int, int, int] | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of rows, gate and strength, from `grad`, the gradient of the result."""
     check_inputs(rows, is_start, gate, strength)
     grad, out = grad.contiguous(), torch.empty_like(rows)
-    (n, width), (tile, columns, warps, programs, registers) = rows.shape, tuned or BACKWARD_CONFIGS[0]
+    (n, width), (tile, columns, warps, programs) = rows.shape, tuned or BACKWARD_CONFIGS[0]
     columns = min(columns, triton.next_power_of_2(width))
     programs = min(programs * multiprocessors(rows), triton.cdiv(n, tile))
     sums = torch.empty(programs, 1 + len(gate), dtype=torch.float32, device=rows.device)
@@ -78,7 +75,7 @@ def smear_backward(grad: Tensor, rows: Tensor, is_start: Tensor, gate: Tensor, s
         smear_backward_kernel[programs,](
             grad, rows, is_start, gate.type_as(rows), strength, out, sums, n, width, len(gate), EPS,
             ROWS=tile, COLUMNS=columns, CHUNKS=triton.cdiv(width, columns),
-            GATES=triton.next_power_of_2(len(gate)), PROGRAMS=programs, num_warps=warps, maxnreg=registers)
+            GATES=triton.next_power_of_2(len(gate)), PROGRAMS=programs, num_warps=warps)
     total = sums.sum(0)
     return out, total[1:], total[0]
 

@@ -74,7 +74,7 @@ class PeerCopies(Collectives):
     def __init__(self, group: dist.ProcessGroup, stream: str = "copies"):
         """`stream`: the name of the stream of the copies."""
         super().__init__(group.size(), group)
-        self.rank, self.stream = group.rank(), side_stream(stream, high=True)
+        self.rank, self.stream = group.rank(), side_stream(stream)
         self.memories: dict[int, object] = {}  # `_SymmetricMemory` by the address of what the others can read
         self.staging: dict[tuple[int, torch.dtype], Tensor] = {}  # buffers for the rest, by length
         # Fail now if the driver shares no memory. And load the kernels now: CUDA may wait for an idle GPU
