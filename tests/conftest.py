@@ -39,7 +39,7 @@ if not torch.cuda.is_available():
 
 LARGE_TILES = {
     qkv_kernels: {"CONFIGS": [(128, 8)], "FP8_CONFIGS": [(128, 8)] * 2},
-    smearing: {"CONFIGS": [(128, 64, 8)], "BACKWARD_CONFIGS": [(128, 64, 8, 1)]},
+    smearing: {"CONFIGS": [(128, 64, 8)], "BACKWARD_CONFIGS": [(32, 64, 8, 8)]},
     scales: {"CONFIGS": [(256, 8, 528)]}, weights: {"CONFIGS": [(256, 64, 4)]},
     shared_gradient: {"CONFIGS": [(8192, 8)]}, residual_gradient: {"CONFIGS": [(32, 1024, 8, 1)]},
     head_input: {"CONFIGS": [(32, 1024, 8, 1)]}, residual_norm: {"CONFIGS": [(64, 1024, 8)]},
