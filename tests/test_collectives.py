@@ -97,7 +97,8 @@ def on_threads(monkeypatch):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("readable", [True, False])
-def test_copies_do_what_the_collectives_say(on_threads, size, readable):
+@pytest.mark.parametrize("apart", [True, False])
+def test_copies_do_what_the_collectives_say(on_threads, size, readable, apart):
     """From memory that others can read and from staged memory; slices of it; again into the same places."""
     torch.manual_seed(size)
     n, rounds = 3, 3
@@ -106,6 +107,9 @@ def test_copies_do_what_the_collectives_say(on_threads, size, readable):
 
     def work(rank: int, copies: by_copies.PeerCopies) -> list:
         device, found = torch.device("cpu"), []
+        if apart:
+            copies, others = copies.apart, copies
+            assert copies is others.apart and not copies.memories.keys() & others.memories.keys()
         make = copies.zeros if readable else torch.zeros
         whole = make(2, size * n, 5, dtype=torch.bfloat16, device=device)
         for i in range(rounds):

@@ -25,7 +25,6 @@ graphs are recorded (kernels/streams.py).
 import math
 import os
 from collections.abc import Callable
-from functools import cached_property
 from unittest import mock
 
 import torch
@@ -75,6 +74,7 @@ class PeerCopies(Collectives):
         """`stream`: the name of the stream of the copies."""
         super().__init__(group.size(), group)
         self.rank, self.stream = group.rank(), side_stream(stream)
+        self.others: PeerCopies | None = None  # `apart`, once it was asked for
         self.memories: dict[int, object] = {}  # `_SymmetricMemory` by the address of what the others can read
         self.staging: dict[tuple[int, torch.dtype], Tensor] = {}  # buffers for the rest, by length
         # Fail now if the driver shares no memory. And load the kernels now: CUDA may wait for an idle GPU
@@ -100,9 +100,11 @@ class PeerCopies(Collectives):
         self.memories[x.untyped_storage().data_ptr()] = _symmetric_memory.rendezvous(x, self.group)
         return x
 
-    @cached_property
+    @property
     def apart(self) -> "PeerCopies":
-        return PeerCopies(self.group, "copies apart")
+        if self.others is None:
+            self.others = PeerCopies(self.group, "copies apart")
+        return self.others
 
     def outgoing(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         kind = math.prod(shape), dtype
