@@ -399,7 +399,7 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
 class Transit:
     """What the micro-batches of a step share. It tells the optimizer which stop of the model a pass is at.
 
-    The stops of a pass are "embedding", "n-grams", "layer 0", "mlp 0", "layer 1", …, "head".
+    The stops of a pass are "embedding", "smear", "layer 0", "mlp 0", "layer 1", …, "head".
     """
 
     def __init__(self, optimizer: "Optimizer | None" = None):
@@ -525,12 +525,12 @@ class GPT(nn.Module):
         by_token = self.sort(batch.tokens)
         rows = self.ngrams.index(batch)
         transit.reach("embedding")
-        # Autograd goes in reverse. So it waits for the gradients of these rows after the embedding's alone.
+        # Autograd goes in reverse: through the embedding before it waits for the gradients of these rows.
         in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
         smear_scale, backout_scale = self.scalars.unbind()
         x = ops.lookup(self.head, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
-        transit.reach("n-grams")    # These gathers start behind the rows, which layer 0 needs first.
+        transit.reach("smear")      # These gathers start behind the rows, which layer 0 needs first.
         scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
         context = Context(step, transit, sequences, positions, scale, by_token, in_flight, scalars, gates)
         streams = [mlp.Residual(x, readers=self.readers[0])]    # inputs of layers 0, 1, … and of the head
@@ -694,7 +694,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         adam("copy head", [model.copy_head.weight],    ["head"],      0.03,            (0.90, 0.95)),
         adam("value tables", [*model.value_tables],    valued, config.value_lr, (0.75, 0.99), 5.0,
              shared=config.shared_updates),
-        adam("n-gram table", [model.ngrams.table],     ["n-grams"],   config.ngram_lr,
+        adam("n-gram table", [model.ngrams.table],     ["embedding"], config.ngram_lr,
              (0.0, config.ngram_beta2), 5.0, RowAdam),
     ]
     return [group for group in groups if group.params and group.params[0] is not None]

@@ -81,7 +81,7 @@ class Collectives:
 
     def __init__(self, size: int, group: dist.ProcessGroup | None = None):
         self.size, self.group = size, group
-        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        self.rank = group.rank() if group else dist.get_rank() if dist.is_initialized() else 0
 
     def zeros(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory that other ranks can read: make here what `all_gather` gathers and `reduce_scatter` sums."""

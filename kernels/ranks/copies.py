@@ -73,7 +73,7 @@ class PeerCopies(Collectives):
     def __init__(self, group: dist.ProcessGroup, stream: str = "copies"):
         """`stream`: the name of the stream of the copies."""
         super().__init__(group.size(), group)
-        self.rank, self.stream = group.rank(), side_stream(stream)
+        self.stream = side_stream(stream)
         self.others: PeerCopies | None = None  # `apart`, once it was asked for
         self.memories: dict[int, object] = {}  # `_SymmetricMemory` by the address of what the others can read
         self.staging: dict[tuple[int, torch.dtype], Tensor] = {}  # buffers for the rest, by length

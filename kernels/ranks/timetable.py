@@ -1,6 +1,6 @@
 """Which collective of a training step starts where, and where it is waited for: communication as data.
 
-A step's forward pass has stops: "embedding", "n-grams", "layer 0", "mlp 0", "layer 1", …, "head". Its
+A step's forward pass has stops: "embedding", "smear", "layer 0", "mlp 0", "layer 1", …, "head". Its
 backward pass comes by them in reverse; "mlp 0" lies between layer 0's attention and its MLP. `timetable`
 makes lists of transfers from the kind of step and from the rounds in which each group of parameters sends;
 the rounds depend on the number of ranks. `Optimizer` in train_gpt.py works through the lists, and `python
@@ -69,7 +69,7 @@ def due(queue: deque, passed: list[str]) -> Iterator:
 def stops_of(layers: int) -> list[str]:
     """The stops of a forward pass, in order."""
     inside = (f"{part} {i}" for i in range(layers) for part in ("layer", "mlp"))
-    return ["embedding", "n-grams", *inside, "head"]
+    return ["embedding", "smear", *inside, "head"]
 
 
 def rounds_by_use(traffic: list[Traffic], stops: list[str], adam: bool) -> list[tuple]:
