@@ -193,6 +193,9 @@ class Config:
     # With a long window, the half of a key that has no position comes from the previous token. So one layer
     # can find what followed a token the last time, which is induction (@ClassicLarry #169). A: 0.008, 1.3 s.
     key_offset: bool = True
+    # A gate that sees a head's query multiplies what the head reads. So it can pass on nothing, which softmax
+    # alone cannot (@ClassicLarry #117; arXiv 2505.06708). Worth 0.008 to 0.010 in quarters of runs.
+    attention_gates: bool = False
     # Some of what early layers write serves later layers alone. So a learned share of the output of the layer
     # marked `Layer.backout` is subtracted before the head (@ClassicLarry #140). A: 0.003, 0.5 s.
     backout: bool = True
@@ -296,9 +299,9 @@ PRESETS = {
             replace(layer, narrow=i in (0, 1, 3))
             for i, layer in enumerate(SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:])),
         keep_tails=True, micro_batches=1, heads=5, ngram_rows=268_435_456, ngram_classes=True,
-        near_match=(1, 2, 4, 8), copy_channels=128, average_steps=400, cooldown=0.8, final_lr=0.25,
-        slow_share=0.4, steps=1430, extra_steps=8, softmax_tokens=8192, softmax_samples=(4096,),
-        extra_samples=16_384, shared_updates=True, canonical=True, val_fp8=False,
+        near_match=(1, 2, 4, 8), copy_channels=128, attention_gates=True, average_steps=400,
+        cooldown=0.8, final_lr=0.25, slow_share=0.4, steps=1430, extra_steps=8, softmax_tokens=8192,
+        softmax_samples=(4096,), extra_samples=16_384, shared_updates=True, canonical=True, val_fp8=False,
         score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # The preset for a GPU of 24 GB takes the speedrun's tokens in smaller batches: 337 s in 24 GB of an H200.
     "single": settings.change(
@@ -487,11 +490,14 @@ class GPT(nn.Module):
                                     self.dtype, device, classes)
         self.guesses = retrieval.Guesses(config.near_match, self.ops.suffix_keys)
         self.ngrams.find_by(self.ops.ngram_index, self.guesses)
-        capacity = sum(step.batch_tokens for step in Schedule(config))
-        self.counts = retrieval.TextCounts(config.retrieval, capacity, device)
+        self.counts = retrieval.TextCounts(
+            config.retrieval, sum(step.batch_tokens for step in Schedule(config)), device)
         self.copy_head = copying.CopyHead(
             config.copy_channels, config.width, config.attention_scale, self.dtype, device)
         self.attention_scalars = scalars(depth, 2)                          # one for Q, K and V, one for O
+        unturned = config.qk_dim - int(config.qk_dim * config.rotary_share)     # channels without a position
+        self.attention_gates = nn.ParameterList(
+            scalars(config.heads, unturned) for _ in config.layers if config.attention_gates)
         self.residual_scalars = scalars(depth, 2)                           # a and c of `mlp_input`
         self.scalars = scalars(2)                                           # shares of smear and of backout
         self.smear_gate = scalars(config.gate_channels) if config.smear else None
@@ -504,8 +510,7 @@ class GPT(nn.Module):
         """Initial values from the seed alone, drawn on the device; the same on every rank."""
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         bound = 3 ** 0.5 * 0.5 * self.config.width ** -0.5      # a standard deviation of 0.5 / √width
-        in_attention = [matrix for i, matrix in enumerate(self.bank) if i % 4 < 2]
-        for matrix in [*in_attention, *self.bank[2::4]]:        # MLP-out stays zero.
+        for matrix in (matrix for i, matrix in enumerate(self.bank) if i % 4 < 3):      # MLP-out stays zero.
             matrix.uniform_(-bound, bound, generator=generator)
         self.head.normal_(std=0.005, generator=generator)
         for value_table in self.value_tables:
@@ -583,7 +588,8 @@ class GPT(nn.Module):
         shape = attention.HeadShape(config.qk_dim, config.head_dim, config.key_offset and layer.long_window)
         q, k, v = self.ops.qkv(x, projection, context.positions, value_rows, context.ngrams.values(i), shape)
         window = layer.window(context.step.windows) * config.window_block
-        y = self.attention(q, k, v, context.sequences, window, context.attention_scale)
+        gate = self.attention_gates[i] if self.attention_gates else None
+        y = self.attention(q, k, v, context.sequences, window, context.attention_scale, gate)
         grad = gradient_of(w_out, transit.accumulate)
         return attention.scaled_linear(y.flatten(1), w_out, scale_out, grad=grad)[0]
 
@@ -678,14 +684,14 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         return Group(name, params, stops, lr, (0.0, config.muon_beta2), decay, NorMuon, matrix_lr, height,
                      memory=50.0)
 
+    gates = [model.copy_head.gate, model.value_gates, *model.attention_gates]
     scalars = [model.attention_scalars, model.ngrams.scales, model.scalars, model.copy_head.bias]
     groups = [
         #     name, parameters                         first used     learning rate    betas         decay
         small("scalars", scalars,                                     5.0,             (0.90, 0.99)),
         small("residual scalars", [model.residual_scalars],           5.0,             (0.90, 0.95)),
         small("smear gate", [model.smear_gate],                       0.01,            (0.90, 0.99)),
-        small("copy gate", [model.copy_head.gate],                    1.0,             (0.90, 0.99)),
-        small("value gates", [model.value_gates],                     1.0,             (0.90, 0.99)),
+        small("gates", gates,                                         1.0,             (0.90, 0.99)),
         normuon("QKV", list(model.bank[::4]),          each,          [1.0] * depth,   height),
         normuon("O", list(model.bank[1::4]),           each,          [1.0] * depth),
         normuon("mlp", [w for i, w in enumerate(model.bank) if i % 4 > 1], both, [2.0, 4.0] * depth),
@@ -845,7 +851,7 @@ class Optimizer:
         self.loss_stream = side_stream("loss") if apart else None   # sums and checks losses, counts text
         self.lr, *momentum = (torch.zeros((), device=world.device) for _ in range(3))
         self.rates = updates.Rates(*momentum, config.slow_beta)
-        self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # whether losses were finite
+        self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # False: no more updates.
         self.traffic = [group.traffic(world.size) for group in groups]
         # Three queues hold what has not started of the timetable; `gathers` holds the gathers under way.
         self.to_gather, self.to_sum, self.to_update, self.gathers = (deque() for _ in range(4))
@@ -900,11 +906,6 @@ class Optimizer:
                 for work in sums:
                     wait(work)
                 shard.update(self.ops, self.finite, self.lr, self.rates)
-
-    @torch.no_grad()
-    def check_finite(self, loss: Tensor) -> None:
-        """Once a `loss` (0-dim, the same on all ranks) is not finite, nothing is updated any more."""
-        self.finite &= loss.isfinite()
 
     @torch.no_grad()
     def step(self) -> None:
@@ -1057,7 +1058,7 @@ class Trainer:
                 with beside(optimizer.loss_stream):
                     wait(self.world.collectives.all_reduce(total))
                     self.loss.copy_(total / step.batch_tokens)
-                    optimizer.check_finite(self.loss)
+                    optimizer.finite &= self.loss.isfinite()    # Once false, nothing is updated any more.
                     self.model.counts.learn(batches, self.world.collectives.all_gathered)
             training_loss.backward()
         optimizer.step()

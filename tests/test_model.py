@@ -43,7 +43,7 @@ def config(config):
     return replace(config, ngram_rows=0, fp8=("head",))
 
 
-INGREDIENTS = {"ngram_rows": 512, "copy_channels": 16}
+INGREDIENTS = {"ngram_rows": 512, "copy_channels": 16, "attention_gates": True}
 EVERY_INGREDIENT = INGREDIENTS | {"heads": 3, "qk_dim": 16}
 SMALL = {"micro_batches": 1, "batch_tokens": (32,) * 3}     # one micro-batch, for kernels in the interpreter
 

@@ -317,9 +317,18 @@ def test_warm_up_leaves_no_trace(config):
 
 def test_a_warm_up_that_was_not_finite_does_not_stop_the_run(trainer):
     snapshot = updates.snapshot(trainer.optimizer.state())
-    trainer.optimizer.check_finite(torch.tensor(torch.nan))
+    trainer.optimizer.finite &= torch.tensor(False)
     updates.restore(trainer.optimizer.state(), snapshot)
     assert trainer.optimizer.finite
+
+
+def test_a_step_whose_loss_is_not_finite_is_the_last_that_could_update(trainer):
+    trainer.model.scalars.data.fill_(torch.nan)
+    before = [p.detach().clone() for p in trainer.model.bank]
+    for i in range(2):
+        assert not trainer.step(trainer.schedule.at(i), trainer.loader.batches(i)).isfinite()
+    assert not trainer.optimizer.finite
+    assert all(map(torch.equal, trainer.model.bank, before))
 
 
 def test_a_step_hands_its_numbers_to_every_update(trainer, monkeypatch):
@@ -406,7 +415,7 @@ def test_a_non_finite_loss_changes_no_weight(trainer):
         (by_row.grads if by_row else p.grad).fill_(torch.nan)
     for loss in (torch.tensor(torch.nan), torch.tensor(1.0)):   # The steps already under way as well.
         trainer.optimizer.begin(step)
-        trainer.optimizer.check_finite(loss.to(trainer.world.device))
+        trainer.optimizer.finite &= loss.isfinite().to(trainer.world.device)
         trainer.optimizer.step()
         after = zip(names, trainer.model.parameters(), before, strict=True)
         assert [name for name, p, old in after if not torch.equal(p, old)] == []

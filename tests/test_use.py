@@ -175,10 +175,11 @@ def test_a_model_from_a_machine_with_another_attention(trained, tmp_path, shards
 
 @pytest.fixture(scope="module")
 def looking_back(shards, tmp_path_factory):
-    """The folder of a tiny model with a copy head, near matches and three heads, and its run's report."""
+    """The folder of a tiny model with all ingredients but classes and three heads, and its run's report."""
     patch, runs = pytest.MonkeyPatch(), tmp_path_factory.mktemp("runs")
     patch.setenv("RUNS_PATH", str(runs))
-    words = ["--data_path", str(shards), *"--heads 3 --ngrams 2 --near_match 1,3 --copy_channels 16".split()]
+    words = "--heads 3 --ngrams 2 --near_match 1,3 --copy_channels 16 --attention_gates true"
+    words = ["--data_path", str(shards), *words.split()]
     config = train_gpt.parse(["--preset", "cpu", *SHORTER, *words])[0]
     report = train_gpt.run(config, train_gpt.World(), time.time())
     patch.undo()

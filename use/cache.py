@@ -17,6 +17,7 @@ from torch import Tensor
 from data.loader import Batch
 from kernels import loss
 from kernels.attention import HeadShape, Positions
+from kernels.attention.plain import gated
 from kernels.sequence import Sequences
 from use.model import Saved, logits
 
@@ -100,7 +101,7 @@ class Reader:
         return q, keys, values
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, window: int,
-               scale: float) -> Tensor:
+               scale: float, gate: Tensor | None) -> Tensor:
         """Attention as in kernels/attention/flash.py; the output of tokens that are read again is zero."""
         queries = self.of_new(q)
         newest = torch.arange(keys.shape[1], device=q.device) - (keys.shape[1] - self.new)
@@ -111,7 +112,7 @@ class Reader:
         y = F.scaled_dot_product_attention(*heads_first, attn_mask=mask[:, None], scale=scale)
         out = y.new_zeros(len(self.tokens), len(q) // len(self.tokens), *values.shape[2:])
         out[:, -self.new:] = y.transpose(1, 2)
-        return out.flatten(0, 1)
+        return gated(out.flatten(0, 1), q, gate)
 
     def guess(self, tokens: Tensor, is_start: Tensor, count: int) -> Tensor:
         """As `Guesses.rows` on all tokens read so far; returns rows of tokens read again or new."""

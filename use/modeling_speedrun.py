@@ -42,6 +42,8 @@ class Layer(nn.Module):
         if shape["values"]:
             self.values = matrix(config.padded_vocab, config.heads * config.head_dim)
             self.gate = matrix(config.heads, config.gate_channels)
+        if config.attention_gate_channels:
+            self.attention_gate = matrix(config.heads, config.attention_gate_channels)
         if config.ngrams:
             self.ngram_scale = matrix(len(config.ngrams))
 
@@ -66,6 +68,9 @@ class Layer(nn.Module):
         mask = (distance >= 0) & (distance <= age[..., None].clamp(max=self.shape["window"]))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=config.attention_scale)
+        if config.attention_gate_channels:
+            seen = q[..., config.qk_dim - config.attention_gate_channels:]
+            y = y * 2 * torch.sigmoid((seen * self.attention_gate[:, None]).sum(-1, keepdim=True))
         return F.linear(y.transpose(1, 2).flatten(2), self.out)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -14,7 +14,7 @@
    (n-grams, `kernels/ngrams`). `qkv_kernels.py` has the Triton kernels.
 4. `fp8_qkv.py`: 2 and 3 as one function, with the matmul and both of its gradients in FP8.
 5. `flash.py`: softmax(scale · q kᵀ) v over a sliding window within each document, by the fastest backend that
-   runs here.
+   runs here. A gate that sees the query says how much of the result each head passes on (`plain.py`).
 """
 from kernels.attention.flash import ATTENTION, choose_attention, why_not
 from kernels.attention.fp8_qkv import QKV_GRADIENT_SCALE, qkv_fp8, qkv_fp8_reference, qkv_weight

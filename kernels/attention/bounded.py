@@ -7,11 +7,14 @@ nothing is rescaled when a larger score comes:
 
     out_t = Σ_j e^(s_tj − bound) v_j / Σ_j e^(s_tj − bound)
 
+A head may have a gate g_t = 2σ(gate · query's last channels), which multiplies its output (`plain.py`). Then
+all sums of its row are divided by g_t, so that P below is g_t times as large.
+
 The sums are float32. With a bound of at most `LARGEST` they neither overflow nor vanish. Backward computes
-the scores again, in two launches. With P = e^(s − log Σ e^s) and the products d_t = out_t · grad_t
+the scores again, in two launches. With P = g e^(s − log Σ e^s) and the products d_t = out_t · grad_t / g_t
 
     ∂s_tj = P_tj (grad_t · v_j − d_t)     ∂q_t = scale Σ_j ∂s_tj k_j     ∂k_j = scale Σ_t ∂s_tj q_t
-    ∂v_j = Σ_t P_tj grad_t
+    ∂v_j = Σ_t P_tj grad_t     and the gate's logit has the gradient out_t · grad_t (1 − g_t / 2).
 
 No program adds to what another one writes, so repeated runs are equal bit for bit.
 
@@ -21,7 +24,7 @@ its time goes into its beginning and its end. Two to four of these programs fit 
 other's gaps.
 """
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -51,9 +54,14 @@ def by_head(tokens: int, *inputs: Tensor) -> list:
     return [tiled(x.flatten(1), tokens, x.shape[2]) for x in inputs]
 
 
+def channels_of(gate: Tensor | None) -> int:
+    """How many of a query's channels its gate sees; 0 without one."""
+    return 0 if gate is None else gate.size(1)
+
+
 class BoundedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, first, end, window, scale, tuned):
+    def forward(ctx, q, k, v, gate, first, end, window, scale, tuned):
         (n, heads, channels), (rows, columns, warps, stages) = q.shape, tuned[0]
         rate, window = scale * math.log2(math.e), min(window, n)
         # Each head's sums begin at a multiple of 16 bytes, as descriptors want it.
@@ -61,28 +69,32 @@ class BoundedAttention(torch.autograd.Function):
         sums = torch.empty(heads, places, dtype=torch.float32, device=q.device)
         if n:
             attention_kernel[(triton.cdiv(n, rows) * heads,)](
-                q, *by_head(columns, k, v), *by_head(rows, out), first, sums, n, places, window, rate,
-                rate * channels, HEADS=heads, num_warps=warps, num_stages=stages)
-        ctx.save_for_backward(q, k, v, out, sums, first, end)
+                q, *by_head(columns, k, v), *by_head(rows, out), gate, first, sums, n, places, window, rate,
+                rate * channels, HEADS=heads, GATE=channels_of(gate), num_warps=warps, num_stages=stages)
+        ctx.save_for_backward(q, k, v, gate, out, sums, first, end)
         ctx.numbers, ctx.tuned = (n, places, window, rate, scale), tuned
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, sums, first, end = ctx.saved_tensors
+        q, k, v, gate, out, sums, first, end = ctx.saved_tensors
         (n, heads, _), grad, products = q.shape, grad.contiguous(), torch.empty_like(sums)
         q_grad, k_grad, v_grad = map(torch.empty_like, (q, k, v))
+        tiles = triton.cdiv(n, ctx.tuned[1][0])
+        gate_grads = None if gate is None else gate.new_empty(tiles, *gate.shape)
         if n:
             rows, columns, warps, stages = ctx.tuned[1]
             attention_query_kernel[(triton.cdiv(n, rows) * heads,)](
-                q, *by_head(columns, k, v), out, grad, *by_head(rows, q_grad), first, sums, products,
-                *ctx.numbers, HEADS=heads, num_warps=warps, num_stages=stages)
+                q, *by_head(columns, k, v), out, grad, *by_head(rows, q_grad), gate, gate_grads, first, sums,
+                products, *ctx.numbers, HEADS=heads, GATE=channels_of(gate), num_warps=warps,
+                num_stages=stages)
             rows, columns, warps, stages = ctx.tuned[2]
             attention_key_kernel[(triton.cdiv(n, columns) * heads,)](
                 *by_head(rows, q), k, v, *by_head(rows, grad), *by_head(columns, k_grad, v_grad), end,
                 tiled(sums.flatten(), rows), tiled(products.flatten(), rows), *ctx.numbers, HEADS=heads,
                 num_warps=warps, num_stages=stages)
-        return q_grad, k_grad, v_grad, None, None, None, None, None
+        gate_grad = None if gate_grads is None else gate_grads.sum(0)
+        return q_grad, k_grad, v_grad, gate_grad, None, None, None, None, None
 
 
 def bounded_attention(
@@ -92,6 +104,7 @@ def bounded_attention(
     sequences: Sequences,
     window: int,  # A token sees itself and `window` tokens before it.
     scale: float,  # of the scores
+    gate: Tensor | None = None,  # (heads, channels) float32, contiguous: the weights of `output_gates`
     tuned: tuple = CONFIGS[0],
 ) -> Tensor:
     """(n, heads, head_dim), like v.
@@ -105,33 +118,40 @@ def bounded_attention(
         check(fits and x.is_contiguous() and x.dtype == q.dtype, name, x,
               f"contiguous ({len(q)}, heads, 16, 32, 64 or 128) in {q.dtype}")
     check(k.shape == q.shape, "k", k, "like q")
-    return BoundedAttention.apply(q, k, v, sequences.first, sequences.end, window, scale, tuned)
+    if gate is not None:
+        fits = gate.ndim == 2 and len(gate) == q.shape[1] and 0 < gate.size(1) <= q.shape[2]
+        check(fits and gate.is_contiguous() and gate.dtype == torch.float32, "gate", gate,
+              f"contiguous float32 ({q.shape[1]}, 1 to {q.shape[2]})")
+    return BoundedAttention.apply(q, k, v, gate, sequences.first, sequences.end, window, scale, tuned)
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
     """Both ways, with queries narrower than values; at the real size a micro-batch of training."""
-    def inputs(lengths: list[int], heads: int, channels: tuple[int, int]) -> tuple:
+    def inputs(lengths: list[int], heads: int, channels: tuple[int, int], seen: int) -> tuple:
         n = sum(lengths)
         q, k = (F.rms_norm(torch.randn(n, heads, channels[0], device=device), channels[:1]).to(dtype)
                 for _ in range(2))
         v = torch.randn(n, heads, channels[1], device=device).to(dtype)
         bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
-        return q, k, v, Sequences.of(bounds, max(lengths), n)
+        gate = torch.randn(heads, seen, device=device) / 4 if seen else None
+        return q, k, v, gate, Sequences.of(bounds, max(lengths), n)
 
-    def kernel(window: int, q: Tensor, *given, **tuned) -> Tensor:
-        return bounded_attention(q, *given, window, q.shape[2] ** -0.5, **tuned)
+    def attend(attention: Callable, window: int, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None,
+               sequences: Sequences, **tuned) -> Tensor:
+        return attention(q, k, v, sequences, window, q.shape[2] ** -0.5, gate, **tuned)
 
-    real = [([806] * 122, 640, 6, (64, 128)), ([806] * 122, 1408, 6, (64, 128))]
-    odd = [([1, 70, 1, 2, 61], 40, 2, (16, 32)), ([300], 100, 1, (32, 32))]
-    for lengths, window, heads, channels in real if size == "real" else odd:
+    real = [([806] * 122, 640, 6, (64, 128), 32), ([806] * 122, 1408, 6, (64, 128), 32)]
+    odd = [([1, 70, 1, 2, 61], 40, 2, (16, 32), 5), ([300], 100, 1, (32, 32), 32), ([50], 20, 2, (16, 16), 0)]
+    for lengths, window, heads, channels, seen in real if size == "real" else odd:
         n, pairs = sum(lengths), heads * sum(min(i, window) + 1 for length in lengths for i in range(length))
         grad = torch.linspace(-1, 1, n * heads * channels[1], device=device).view(n, heads, -1).to(dtype)
-        few = partial(inputs, lengths[:4], heads, channels) if size == "real" else None
+        few = partial(inputs, lengths[:4], heads, channels, seen) if size == "real" else None
+        wanted = (0, 1, 2, 3) if seen else (0, 1, 2)
         yield Example(
             "attention with bounded scores, both ways", f"{len(lengths)} × {max(lengths)}, window {window:,}",
-            partial(inputs, lengths, heads, channels), partial(kernel, window),
-            lambda *given, window=window: attention_reference(*given, window, given[0].shape[2] ** -0.5),
+            partial(inputs, lengths, heads, channels, seen), partial(attend, bounded_attention, window),
+            partial(attend, attention_reference, window),
             flop=2.0 * pairs * (4 * channels[0] + 3 * channels[1]), check_inputs=few, compile=False,
-            wrap=lambda function, grad=grad: lambda *given, **tuned: both_ways(
-                function, lambda: (grad[:len(given[0])],), (0, 1, 2))(*given, **tuned),
+            wrap=lambda function, grad=grad, wanted=wanted: lambda *given, **tuned: both_ways(
+                function, lambda: (grad[:len(given[0])],), wanted)(*given, **tuned),
             configs=tuple(CONFIGS))

@@ -57,6 +57,17 @@ def own_tile(HEADS: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def output_gate(q, gate_ptr, head, CHANNELS: tl.constexpr):
+    """Each query's gate (ROWS,), and its weights (1, QK_DIM), which are 0 for channels that it does not see.
+
+    The lowest logit keeps the gate above 0, so that the backward pass may divide by it.
+    """
+    channel = tl.arange(0, q.shape[1])[None, :] - (q.shape[1] - CHANNELS)
+    weight = tl.load(gate_ptr + head * CHANNELS + channel, mask=channel >= 0, other=0.0)
+    return 2 * tl.sigmoid(tl.maximum(tl.sum(q.to(tl.float32) * weight, 1), -40.0)), weight
+
+
+@triton.jit
 def powers(a, b, rate, shift, start, low, high, begin, end):
     """2^(rate · a bᵀ − shift), but 0 where a column's token is below its row's `low` or above its `high`.
 
@@ -70,8 +81,8 @@ def powers(a, b, rate, shift, start, low, high, begin, end):
 
 
 @triton.jit
-def attention_kernel(q_ptr, k_desc, v_desc, out_desc, first_ptr, sums_ptr, n, places, window, rate, bound,
-                     HEADS: tl.constexpr):
+def attention_kernel(q_ptr, k_desc, v_desc, out_desc, gate_ptr, first_ptr, sums_ptr, n, places, window, rate,
+                     bound, HEADS: tl.constexpr, GATE: tl.constexpr):
     ROWS: tl.constexpr = out_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     QK_DIM: tl.constexpr = k_desc.block_shape[1]
@@ -86,14 +97,18 @@ def attention_kernel(q_ptr, k_desc, v_desc, out_desc, first_ptr, sums_ptr, n, pl
         p = powers(q, k, rate, bound, key, low, row, whole, begin)
         total += tl.sum(p, 1)
         out = dot(p.to(v.dtype), v, out)
+    if GATE:
+        total /= output_gate(q, gate_ptr, head, GATE)[0]
     store_tile(out_desc, begin, head, out / total[:, None])
     tl.store(sums_ptr + head * places + row, tl.log2(total) + bound, mask=row < places)
 
 
 @triton.jit
-def attention_query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_desc, first_ptr, sums_ptr,
-                           products_ptr, n, places, window, rate, scale, HEADS: tl.constexpr):
-    """Also stores each row's output · gradient of the output, which `attention_key_kernel` reads."""
+def attention_query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_desc, gate_ptr,
+                           gate_grads_ptr, first_ptr, sums_ptr, products_ptr, n, places, window, rate, scale,
+                           HEADS: tl.constexpr, GATE: tl.constexpr):
+    """Also stores each row's output · gradient of the output / gate, which `attention_key_kernel` reads, and
+    this tile's part of the gradient of the gate's weights."""
     ROWS: tl.constexpr = q_grad_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     QK_DIM: tl.constexpr = k_desc.block_shape[1]
@@ -105,8 +120,16 @@ def attention_query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_
     log_sum = tl.load(sums_ptr + head * places + row, mask=row < places, other=0.0)
     low, start, whole = keys_of(first_ptr, begin, row, n, window, ROWS, COLUMNS)
     product = tl.sum(out.to(tl.float32) * out_grad.to(tl.float32), 1)
-    tl.store(products_ptr + head * places + row, product, mask=row < places)
     grad = tl.zeros((ROWS, QK_DIM), tl.float32)
+    if GATE:
+        gate, weight = output_gate(q, gate_ptr, head, GATE)
+        logit_grad = (product * (1 - gate / 2))[:, None]    # The derivative of 2σ is 2σ (1 − σ).
+        product /= gate
+        grad += logit_grad / scale * weight
+        channel = tl.arange(0, QK_DIM) - (QK_DIM - GATE)
+        gate_grad = gate_grads_ptr + tl.program_id(0) * GATE + channel
+        tl.store(gate_grad, tl.sum(logit_grad * q.to(tl.float32), 0), mask=channel >= 0)
+    tl.store(products_ptr + head * places + row, product, mask=row < places)
     for key in range(start, begin + ROWS, COLUMNS):
         k, v = load_tile(k_desc, key, head), load_tile(v_desc, key, head)
         p = powers(q, k, rate, log_sum[:, None], key, low, row, whole, begin)

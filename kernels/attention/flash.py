@@ -6,6 +6,7 @@ Each takes
     sequences                                           where each document starts and ends
     window                                              A token sees itself and `window` tokens before it.
     scale                                               of the scores
+    gate (heads, channels) float32                      weights of gates of the output (`plain.py`), or None
 
 and returns (n, heads, head_dim). `bounded` needs contiguous queries and keys whose norm is known.
 `attention_reference` is the plain PyTorch form.
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.bounded import CHANNELS, LARGEST, bounded_attention
-from kernels.attention.plain import attention_reference
+from kernels.attention.plain import attention_reference, gated
 from kernels.sequence import Sequences
 
 
@@ -60,7 +61,8 @@ def import_flash4() -> None:
 
 
 def flash4_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """FlashAttention-4; repeatable bit for bit where torch is asked for deterministic algorithms."""
     import_flash4()
@@ -73,20 +75,21 @@ def flash4_attention(
         window_size=(window, 0),
         # Otherwise the gradient of q is summed in the order in which blocks happen to end.
         deterministic=torch.are_deterministic_algorithms_enabled())
-    return out[0] if isinstance(out, tuple) else out
+    return gated(out[0] if isinstance(out, tuple) else out, q, gate)
 
 
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """PyTorch's own. It wants q, k and v of one width: narrower ones get zeros, which change no result."""
     from torch.nn.attention.varlen import varlen_attn
     wider = max(q.size(-1), v.size(-1))
-    q, k, values = (x if x.size(-1) == wider else F.pad(x, (0, wider - x.size(-1))) for x in (q, k, v))
+    padded = (x if x.size(-1) == wider else F.pad(x, (0, wider - x.size(-1))) for x in (q, k, v))
     out = varlen_attn(
-        q, k, values, sequences.bounds, sequences.bounds, sequences.longest, sequences.longest, scale=scale,
+        *padded, sequences.bounds, sequences.bounds, sequences.longest, sequences.longest, scale=scale,
         window_size=(window, 0))
-    return out[..., :v.size(-1)]
+    return gated(out[..., :v.size(-1)], q, gate)
 
 
 ATTENTION: dict[str, Callable[..., Tensor]] = {

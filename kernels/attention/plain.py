@@ -6,8 +6,25 @@ from torch import Tensor
 from kernels.sequence import Sequences
 
 
+def output_gates(q: Tensor, gate: Tensor) -> Tensor:
+    """2σ(gate · a query's last channels), (n, heads) float32: how much each head passes on of what it reads.
+
+    q (n, heads, qk_dim). `gate` (heads, channels) float32 sees channels that have no position, so it knows
+    what a head looks for, but not where. A head that finds nothing can pass on nothing, which the softmax
+    alone does not let it do. Gates of attention's output: @ClassicLarry, modded-nanogpt#117, and Qiu et al.,
+    arXiv 2505.06708. There they see the layer's input; here the query, which the kernels have at hand.
+    """
+    return 2 * torch.sigmoid((q[..., q.size(-1) - gate.size(-1):] * gate).sum(-1))
+
+
+def gated(out: Tensor, q: Tensor, gate: Tensor | None) -> Tensor:
+    """Attention's output (n, heads, head_dim) times `output_gates`, in its dtype; without a gate as it is."""
+    return out if gate is None else (out * output_gates(q, gate)[..., None]).type_as(out)
+
+
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float,
+    gate: Tensor | None = None,
 ) -> Tensor:
     """Blocks of queries against the keys in their reach: memory grows with the window, not with n².
 
@@ -24,4 +41,4 @@ def attention_reference(
         heads_first = (x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys]))
         out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale)
         outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
+    return gated(torch.cat(outputs), q, gate)

@@ -71,6 +71,8 @@ def model_faults(c) -> Iterator[Fault]:
     yield c.rotary_base < 1, "rotary_base", "use 1 or more"
     yield (c.gate_channels % 2 or c.gate_channels > c.width, "gate_channels",
            f"half are of x and half of a value row; use an even number of at most {c.width}")
+    yield (c.value_embeddings and c.gate_channels // 2 > c.heads * c.head_dim, "gate_channels heads head_dim",
+           "a gate sees half as many channels of a value row; use fewer")
     in_heads = (len(c.ngrams) if c.ngram_rows else 0) + bool(c.near_match)
     yield (in_heads > c.heads, "ngrams near_match" if c.near_match else "ngrams",
            f"each takes a head, of which there are {c.heads}")
@@ -94,6 +96,8 @@ def layer_faults(c) -> Iterator[Fault]:
     yield not layers, "", "the table of layers is empty"
     yield (sum(layer.backout for layer in layers) > 1, "", "the table of layers has more than one `backout`; "
            "the head can subtract one output")
+    yield (c.attention_gates and int(c.qk_dim * c.rotary_share) == c.qk_dim, "attention_gates rotary_share",
+           "the gates see the channels that do not turn; use less than 1")
     for i, layer in enumerate(layers):
         yield (layer.reads_kept and not any(above.kept for above in layers[:i]), "",
                f"row {i + 1} of the table of layers has `reads_kept`, but no row above it is `kept`")

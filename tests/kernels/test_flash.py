@@ -16,14 +16,15 @@ if DEVICE.type == "cuda":
     HERE = sorted({*HERE, "varlen", choose_attention("auto", DEVICE)[0]})
 
 
-def dense_attention(q, k, v, cu_seqlens, window, scale):
+def dense_attention(q, k, v, gate, cu_seqlens, window, scale):
     """All pairs of tokens, in float64."""
     n = len(q)
     sequence = torch.tensor([sum(int(b) <= i for b in cu_seqlens) for i in range(n)])
     i, j = torch.arange(n)[:, None], torch.arange(n)[None]
     allowed = (j <= i) & (i - j <= window) & (sequence[i] == sequence[j])
     scores = torch.einsum("ihd,jhd->hij", q.double(), k.double()) * scale
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v.double())
+    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(~allowed, -torch.inf).softmax(-1), v.double())
+    return out * (2 * torch.einsum("ihd,hd->ih", q[..., -gate.shape[1]:].double(), gate).sigmoid())[..., None]
 
 
 @pytest.mark.parametrize("backend", HERE)
@@ -34,17 +35,20 @@ def test_attention_backends_against_dense_attention(backend, window, dims):
     cu_seqlens = torch.tensor([0, 3, 560, 561, 650, n, n, n], dtype=torch.int32)
     q, k, v = (F.rms_norm(torch.randn(n, 2, dim), (dim,)).to(dtype).requires_grad_()
                for dim in (dims[0], *dims))
-    q64, k64, v64 = (x.detach().double().requires_grad_() for x in (q, k, v))
-    expected = dense_attention(q64, k64, v64, cu_seqlens[:6], window, 0.1)
+    gate = torch.randn(2, 24).requires_grad_()
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, gate)]
+    expected = dense_attention(*exact, cu_seqlens[:6], window, 0.1)
     weight = torch.randn_like(expected)
     expected.backward(weight)
-    on_device = [x.detach().to(DEVICE).requires_grad_() for x in (q, k, v)]
-    out = ATTENTION[backend](*on_device, Sequences.of(cu_seqlens.to(DEVICE), 557, n), window, 0.1)
+    on_device = [x.detach().to(DEVICE).requires_grad_() for x in (q, k, v, gate)]
+    sequences = Sequences.of(cu_seqlens.to(DEVICE), 557, n)
+    out = ATTENTION[backend](*on_device[:3], sequences, window, 0.1, on_device[3])
     out.backward(weight.to(out))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
-    for x, x64 in zip(on_device, (q64, k64, v64)):
-        torch.testing.assert_close(x.grad.cpu().double(), x64.grad, atol=2 * tolerance, rtol=tolerance)
+    for x, x64 in zip(on_device, exact):
+        size = x64.grad.abs().max().item() if x64.ndim == 2 else 1.0       # The gate's gradient sums n terms.
+        torch.testing.assert_close(x.grad.cpu().double(), x64.grad, atol=2 * tolerance * size, rtol=tolerance)
 
 
 def same_as_plain(q, k, v, window, scale, tolerance=1e-5):
@@ -59,6 +63,27 @@ def same_as_plain(q, k, v, window, scale, tolerance=1e-5):
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
     for plain, bounded in zip(*results):
         torch.testing.assert_close(bounded, plain, atol=tolerance, rtol=tolerance)
+
+
+def test_bounded_attention_behind_a_gate_that_shuts_is_nothing_with_finite_gradients():
+    """The queries' last channels are 1, and the logit is far below where e^logit is 0 in float32."""
+    q = torch.ones(70, 2, 16, device=DEVICE)
+    gate = torch.full((2, 8), -20.0, device=DEVICE)
+    leaves = [x.requires_grad_() for x in (q, torch.randn_like(q), torch.randn_like(q))]
+    bounds = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE)
+    out = bounded_attention(*leaves, Sequences.of(bounds, 70, 70), 9, 0.2, gate.requires_grad_())
+    assert out.abs().max() < 1e-12
+    for x in torch.autograd.grad(out.sum(), [*leaves, gate]):
+        assert x.isfinite().all() and x.abs().max() < 1e-9
+
+
+def test_a_gate_whose_weights_are_zero_changes_nothing():
+    leaves = [normed(40), normed(40), torch.randn(40, 2, 32, device=DEVICE)]
+    bounds = torch.tensor([0, 40], dtype=torch.int32, device=DEVICE)
+    given = *leaves, Sequences.of(bounds, 40, 40), 9, 0.2
+    for backend in HERE:
+        out = ATTENTION[backend](*given, torch.zeros(2, 5, device=DEVICE))
+        torch.testing.assert_close(out, ATTENTION[backend](*given), atol=1e-6, rtol=1e-6)
 
 
 def normed(n: int, channels: int = 16) -> torch.Tensor:
