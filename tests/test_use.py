@@ -175,7 +175,7 @@ def test_a_model_from_a_machine_with_another_attention(trained, tmp_path, shards
 
 @pytest.fixture(scope="module")
 def looking_back(shards, tmp_path_factory):
-    """The folder of a tiny model with all ingredients but classes and three heads, and its run's report."""
+    """The folder of a tiny model with three heads, near matches, a copy head and gates; its run's report."""
     patch, runs = pytest.MonkeyPatch(), tmp_path_factory.mktemp("runs")
     patch.setenv("RUNS_PATH", str(runs))
     words = "--heads 3 --ngrams 2 --near_match 1,3 --copy_channels 16 --attention_gates true"
@@ -522,7 +522,7 @@ def test_transformers_computes_the_same(trained, tmp_path, capsys, monkeypatch):
         after = reader.read(token[None, None])
 
 
-def test_transformers_computes_a_copy_head(looking_back, tmp_path, capsys, monkeypatch):
+def test_transformers_computes_a_copy_head_and_gates(looking_back, tmp_path, capsys, monkeypatch):
     """Probabilities at every position, and a gradient. The table, which has rows for guesses, is left out."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))

@@ -7,14 +7,18 @@ nothing is rescaled when a larger score comes:
 
     out_t = Σ_j e^(s_tj − bound) v_j / Σ_j e^(s_tj − bound)
 
-A head may have a gate g_t = 2σ(gate · query's last channels), which multiplies its output (`plain.py`). Then
-all sums of its row are divided by g_t, so that P below is g_t times as large.
+A head may have a gate g_t = 2σ(w · q_t's last channels), which multiplies its output (`plain.py`). The
+forward pass then stores log(Σ_j e^s_tj / g_t) where it otherwise stores log Σ_j e^s_tj. So P below becomes
+g_t times as large, and the backward pass need not know more of the gate than the division of d_t.
 
 The sums are float32. With a bound of at most `LARGEST` they neither overflow nor vanish. Backward computes
 the scores again, in two launches. With P = g e^(s − log Σ e^s) and the products d_t = out_t · grad_t / g_t
 
     ∂s_tj = P_tj (grad_t · v_j − d_t)     ∂q_t = scale Σ_j ∂s_tj k_j     ∂k_j = scale Σ_t ∂s_tj q_t
-    ∂v_j = Σ_t P_tj grad_t     and the gate's logit has the gradient out_t · grad_t (1 − g_t / 2).
+    ∂v_j = Σ_t P_tj grad_t
+
+The gate's logit has the gradient l_t = out_t · grad_t (1 − g_t / 2). So l_t w is added to the gradient of the
+query's last channels, and the gradient of w is Σ_t l_t times these channels.
 
 No program adds to what another one writes, so repeated runs are equal bit for bit.
 
@@ -70,7 +74,7 @@ class BoundedAttention(torch.autograd.Function):
         if n:
             attention_kernel[(triton.cdiv(n, rows) * heads,)](
                 q, *by_head(columns, k, v), *by_head(rows, out), gate, first, sums, n, places, window, rate,
-                rate * channels, HEADS=heads, GATE=channels_of(gate), num_warps=warps, num_stages=stages)
+                rate * channels, HEADS=heads, SEEN=channels_of(gate), num_warps=warps, num_stages=stages)
         ctx.save_for_backward(q, k, v, gate, out, sums, first, end)
         ctx.numbers, ctx.tuned = (n, places, window, rate, scale), tuned
         return out
@@ -86,7 +90,7 @@ class BoundedAttention(torch.autograd.Function):
             rows, columns, warps, stages = ctx.tuned[1]
             attention_query_kernel[(triton.cdiv(n, rows) * heads,)](
                 q, *by_head(columns, k, v), out, grad, *by_head(rows, q_grad), gate, gate_grads, first, sums,
-                products, *ctx.numbers, HEADS=heads, GATE=channels_of(gate), num_warps=warps,
+                products, *ctx.numbers, HEADS=heads, SEEN=channels_of(gate), num_warps=warps,
                 num_stages=stages)
             rows, columns, warps, stages = ctx.tuned[2]
             attention_key_kernel[(triton.cdiv(n, columns) * heads,)](
@@ -140,7 +144,8 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
                sequences: Sequences, **tuned) -> Tensor:
         return attention(q, k, v, sequences, window, q.shape[2] ** -0.5, gate, **tuned)
 
-    real = [([806] * 122, 640, 6, (64, 128), 32), ([806] * 122, 1408, 6, (64, 128), 32)]
+    real = [([806] * 122, 640, 6, (64, 128), 0), ([806] * 122, 1408, 6, (64, 128), 0),
+            ([806] * 122, 1408, 6, (64, 128), 32)]
     odd = [([1, 70, 1, 2, 61], 40, 2, (16, 32), 5), ([300], 100, 1, (32, 32), 32), ([50], 20, 2, (16, 16), 0)]
     for lengths, window, heads, channels, seen in real if size == "real" else odd:
         n, pairs = sum(lengths), heads * sum(min(i, window) + 1 for length in lengths for i in range(length))
@@ -148,7 +153,8 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         few = partial(inputs, lengths[:4], heads, channels, seen) if size == "real" else None
         wanted = (0, 1, 2, 3) if seen else (0, 1, 2)
         yield Example(
-            "attention with bounded scores, both ways", f"{len(lengths)} × {max(lengths)}, window {window:,}",
+            f"attention with bounded scores{' and gates' * bool(seen)}, both ways",
+            f"{len(lengths)} × {max(lengths)}, window {window:,}",
             partial(inputs, lengths, heads, channels, seen), partial(attend, bounded_attention, window),
             partial(attend, attention_reference, window),
             flop=2.0 * pairs * (4 * channels[0] + 3 * channels[1]), check_inputs=few, compile=False,

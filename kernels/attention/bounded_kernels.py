@@ -57,14 +57,16 @@ def own_tile(HEADS: tl.constexpr, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def output_gate(q, gate_ptr, head, CHANNELS: tl.constexpr):
+def output_gate(q, gate_ptr, head, SEEN: tl.constexpr):
     """Each query's gate (ROWS,), and its weights (1, QK_DIM), which are 0 for channels that it does not see.
 
-    The lowest logit keeps the gate above 0, so that the backward pass may divide by it.
+    `gate_ptr`: (HEADS, SEEN) float32, for the last SEEN channels. The lowest logit keeps the gate above 0, so
+    that the backward pass may divide by it. NaN stays NaN, so that the loss shows it.
     """
-    channel = tl.arange(0, q.shape[1])[None, :] - (q.shape[1] - CHANNELS)
-    weight = tl.load(gate_ptr + head * CHANNELS + channel, mask=channel >= 0, other=0.0)
-    return 2 * tl.sigmoid(tl.maximum(tl.sum(q.to(tl.float32) * weight, 1), -40.0)), weight
+    channel = tl.arange(0, q.shape[1])[None, :] - (q.shape[1] - SEEN)
+    weight = tl.load(gate_ptr + head * SEEN + channel, mask=channel >= 0, other=0.0)
+    logit = tl.sum(q.to(tl.float32) * weight, 1)
+    return 2 * tl.sigmoid(tl.maximum(logit, -40.0, propagate_nan=tl.PropagateNan.ALL)), weight
 
 
 @triton.jit
@@ -82,7 +84,11 @@ def powers(a, b, rate, shift, start, low, high, begin, end):
 
 @triton.jit
 def attention_kernel(q_ptr, k_desc, v_desc, out_desc, gate_ptr, first_ptr, sums_ptr, n, places, window, rate,
-                     bound, HEADS: tl.constexpr, GATE: tl.constexpr):
+                     bound, HEADS: tl.constexpr, SEEN: tl.constexpr):
+    """Also stores, for the backward pass, the logarithm to base 2 of each row's Σ e^s, less that of its gate.
+
+    SEEN: how many channels of the query the gate sees; 0 without gates.
+    """
     ROWS: tl.constexpr = out_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     QK_DIM: tl.constexpr = k_desc.block_shape[1]
@@ -97,18 +103,24 @@ def attention_kernel(q_ptr, k_desc, v_desc, out_desc, gate_ptr, first_ptr, sums_
         p = powers(q, k, rate, bound, key, low, row, whole, begin)
         total += tl.sum(p, 1)
         out = dot(p.to(v.dtype), v, out)
-    if GATE:
-        total /= output_gate(q, gate_ptr, head, GATE)[0]
-    store_tile(out_desc, begin, head, out / total[:, None])
-    tl.store(sums_ptr + head * places + row, tl.log2(total) + bound, mask=row < places)
+    share, log_sum = 1 / total, tl.log2(total) + bound
+    if SEEN:
+        gate, _ = output_gate(q, gate_ptr, head, SEEN)
+        share *= gate
+        log_sum -= tl.log2(gate)
+    store_tile(out_desc, begin, head, out * share[:, None])
+    tl.store(sums_ptr + head * places + row, log_sum, mask=row < places)
 
 
 @triton.jit
 def attention_query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_desc, gate_ptr,
                            gate_grads_ptr, first_ptr, sums_ptr, products_ptr, n, places, window, rate, scale,
-                           HEADS: tl.constexpr, GATE: tl.constexpr):
-    """Also stores each row's output · gradient of the output / gate, which `attention_key_kernel` reads, and
-    this tile's part of the gradient of the gate's weights."""
+                           HEADS: tl.constexpr, SEEN: tl.constexpr):
+    """Also stores each row's output · gradient of the output / gate, which `attention_key_kernel` reads.
+
+    `gate_grads_ptr`: (tiles, HEADS, SEEN) float32; each program stores its part of the gradient of the gate's
+    weights.
+    """
     ROWS: tl.constexpr = q_grad_desc.block_shape[0]
     COLUMNS: tl.constexpr = k_desc.block_shape[0]
     QK_DIM: tl.constexpr = k_desc.block_shape[1]
@@ -121,13 +133,12 @@ def attention_query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_
     low, start, whole = keys_of(first_ptr, begin, row, n, window, ROWS, COLUMNS)
     product = tl.sum(out.to(tl.float32) * out_grad.to(tl.float32), 1)
     grad = tl.zeros((ROWS, QK_DIM), tl.float32)
-    if GATE:
-        gate, weight = output_gate(q, gate_ptr, head, GATE)
+    if SEEN:
+        gate, weight = output_gate(q, gate_ptr, head, SEEN)
         logit_grad = (product * (1 - gate / 2))[:, None]    # The derivative of 2σ is 2σ (1 − σ).
         product /= gate
-        grad += logit_grad / scale * weight
-        channel = tl.arange(0, QK_DIM) - (QK_DIM - GATE)
-        gate_grad = gate_grads_ptr + tl.program_id(0) * GATE + channel
+        channel = tl.arange(0, QK_DIM) - (QK_DIM - SEEN)
+        gate_grad = gate_grads_ptr + tl.program_id(0) * SEEN + channel
         tl.store(gate_grad, tl.sum(logit_grad * q.to(tl.float32), 0), mask=channel >= 0)
     tl.store(products_ptr + head * places + row, product, mask=row < places)
     for key in range(start, begin + ROWS, COLUMNS):
@@ -135,7 +146,10 @@ def attention_query_kernel(q_ptr, k_desc, v_desc, out_ptr, out_grad_ptr, q_grad_
         p = powers(q, k, rate, log_sum[:, None], key, low, row, whole, begin)
         score_grad = p * (dot(out_grad, tl.trans(v)) - product[:, None])
         grad = dot(score_grad.to(k.dtype), k, grad)
-    store_tile(q_grad_desc, begin, head, grad * scale)
+    grad *= scale
+    if SEEN:
+        grad += logit_grad * weight
+    store_tile(q_grad_desc, begin, head, grad)
 
 
 @triton.jit

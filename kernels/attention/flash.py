@@ -11,8 +11,8 @@ Each takes
 and returns (n, heads, head_dim). `bounded` needs contiguous queries and keys whose norm is known.
 `attention_reference` is the plain PyTorch form.
 
-Forward / backward in µs, 6 heads of 64 channels (values: 128), bf16, sequences of up to 2,048 tokens as in
-the records (torch 2.11, flash-attn-4 4.0.0b36 on an H200; bounded on an H100):
+Forward / backward in µs without gates, 6 heads of 64 channels (values: 128), bf16, sequences of up to 2,048
+tokens as in the records (torch 2.11, flash-attn-4 4.0.0b36 on an H200; bounded on an H100):
     32,768 tokens, window  128:  flash4  95 /   –     bounded  63 /   194
     98,304 tokens, window  640:  flash4 408 / 1,058   bounded 253 /   842
     98,304 tokens, window 1408:  flash4 468 / 1,219   bounded 328 / 1,070

@@ -63,7 +63,8 @@ def schedule_faults(c) -> Iterator[Fault]:
 
 
 def model_faults(c) -> Iterator[Fault]:
-    """Heads fill whole matrices, n-grams fit the heads, gates read as much of x as of a value row."""
+    """Heads fill whole matrices, n-grams fit the heads, value gates read as much of x as of a value row, and
+    attention's gates see channels that do not turn."""
     yield c.vocab_size < 2, "vocab_size", "at least a token and the one that starts documents"
     unit = c.head_dim // math.gcd(c.head_dim, 2)    # If it divides qk_dim, head_dim divides 2 qk_dim.
     yield (c.qk_dim % unit, "qk_dim", f"the queries and keys of {c.heads} heads fill no whole number of "
@@ -73,6 +74,8 @@ def model_faults(c) -> Iterator[Fault]:
            f"half are of x and half of a value row; use an even number of at most {c.width}")
     yield (c.value_embeddings and c.gate_channels // 2 > c.heads * c.head_dim, "gate_channels heads head_dim",
            "a gate sees half as many channels of a value row; use fewer")
+    yield (c.attention_gates and int(c.qk_dim * c.rotary_share) == c.qk_dim, "attention_gates rotary_share",
+           "the gates see the channels that do not turn; use less than 1")
     in_heads = (len(c.ngrams) if c.ngram_rows else 0) + bool(c.near_match)
     yield (in_heads > c.heads, "ngrams near_match" if c.near_match else "ngrams",
            f"each takes a head, of which there are {c.heads}")
@@ -96,8 +99,6 @@ def layer_faults(c) -> Iterator[Fault]:
     yield not layers, "", "the table of layers is empty"
     yield (sum(layer.backout for layer in layers) > 1, "", "the table of layers has more than one `backout`; "
            "the head can subtract one output")
-    yield (c.attention_gates and int(c.qk_dim * c.rotary_share) == c.qk_dim, "attention_gates rotary_share",
-           "the gates see the channels that do not turn; use less than 1")
     for i, layer in enumerate(layers):
         yield (layer.reads_kept and not any(above.kept for above in layers[:i]), "",
                f"row {i + 1} of the table of layers has `reads_kept`, but no row above it is `kept`")

@@ -25,7 +25,9 @@ from data.candidates import sample_parts
 from data.loader import AHEAD, Batch
 from data.packing import round_up
 from kernels import attention
+from kernels.attention.plain import gated
 from kernels.ranks.collectives import Collectives
+from kernels.sequence import Sequences
 from kernels.streams import SPARE
 from records.run.ahead import Launch, no_launch
 from records.run.checkpoint import copied_bytes
@@ -159,8 +161,9 @@ class FlashMemory(torch.autograd.Function):
         return tuple(made[:3])
 
 
-def flash_memory(q: Tensor, k: Tensor, v: Tensor, *_) -> Tensor:
-    return FlashMemory.apply(q, k, v)
+def flash_memory(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int, scale: float,
+                 gate: Tensor | None = None) -> Tensor:
+    return gated(FlashMemory.apply(q, k, v), q, gate)
 
 
 class OtherRanks(Collectives):

@@ -1,11 +1,12 @@
 """Attention's backends against dense attention in float64, and what is asked of the libraries behind them."""
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checks import DEVICE
+from checks import DEVICE, refused
 
 from kernels.attention.bounded import LARGEST, bounded_attention
 from kernels.attention.flash import ATTENTION, choose_attention, fit_tiles, why_not
@@ -52,14 +53,14 @@ def test_attention_backends_against_dense_attention(backend, window, dims):
 
 
 def same_as_plain(q, k, v, window, scale, tolerance=1e-5):
-    """Of two sequences, the first a third as long as the second."""
+    """Of two sequences, the first a third as long as the second; with a gate."""
     bounds = torch.tensor([0, len(q) // 4, len(q)], dtype=torch.int32, device=DEVICE)
     sequences = Sequences.of(bounds, len(q), len(q))
-    results = []
+    results, gate = [], torch.linspace(-0.3, 0.4, 14, device=DEVICE).view(2, 7)
     # On a GPU torch's own attention fails on values that are misaligned, so it gets a copy.
     for backend, values in ((ATTENTION["plain"], v.clone()), (bounded_attention, v)):
-        leaves = [x.detach().requires_grad_() for x in (q, k, values)]
-        out = backend(*leaves, sequences, window, scale)
+        leaves = [x.detach().requires_grad_() for x in (q, k, values, gate)]
+        out = backend(*leaves[:3], sequences, window, scale, leaves[3])
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
     for plain, bounded in zip(*results):
         torch.testing.assert_close(bounded, plain, atol=tolerance, rtol=tolerance)
@@ -78,12 +79,24 @@ def test_bounded_attention_behind_a_gate_that_shuts_is_nothing_with_finite_gradi
 
 
 def test_a_gate_whose_weights_are_zero_changes_nothing():
-    leaves = [normed(40), normed(40), torch.randn(40, 2, 32, device=DEVICE)]
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    leaves = [x.to(dtype) for x in (normed(40), normed(40), torch.randn(40, 2, 32, device=DEVICE))]
     bounds = torch.tensor([0, 40], dtype=torch.int32, device=DEVICE)
     given = *leaves, Sequences.of(bounds, 40, 40), 9, 0.2
     for backend in HERE:
         out = ATTENTION[backend](*given, torch.zeros(2, 5, device=DEVICE))
         torch.testing.assert_close(out, ATTENTION[backend](*given), atol=1e-6, rtol=1e-6)
+
+
+def test_gates_that_bounded_attention_refuses():
+    sequences = Sequences.of(torch.tensor([0, 9], device=DEVICE), 9, 9)
+
+    def call(gate: torch.Tensor) -> Callable:
+        return lambda: bounded_attention(normed(9), normed(9), normed(9), sequences, 4, 0.2, gate.to(DEVICE))
+
+    wrong_shapes = (torch.zeros(*shape) for shape in ((3, 5), (2, 0), (2, 17), (2,)))
+    refused(*(("gate", call(gate)) for gate in (
+        *wrong_shapes, torch.zeros(2, 5).double(), torch.zeros(5, 2).T)))
 
 
 def normed(n: int, channels: int = 16) -> torch.Tensor:
