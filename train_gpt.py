@@ -194,7 +194,7 @@ class Config:
     # can find what followed a token the last time, which is induction (@ClassicLarry #169). A: 0.008, 1.3 s.
     key_offset: bool = True
     # A gate that sees a head's query multiplies what the head reads. So it can pass on nothing, which softmax
-    # alone cannot (@ClassicLarry #117; arXiv 2505.06708). Worth 0.008 to 0.010 in quarters of runs.
+    # alone cannot (@ClassicLarry #117; arXiv 2505.06708). Worth 0.005 on `clean`, 0.008 to 0.012 in quarters.
     attention_gates: bool = False
     # Some of what early layers write serves later layers alone. So a learned share of the output of the layer
     # marked `Layer.backout` is subtracted before the head (@ClassicLarry #140). A: 0.003, 0.5 s.

@@ -30,12 +30,15 @@ def near_guesses(tokens: Tensor, is_start: Tensor, keys: Tensor) -> tuple[Tensor
     keys (k, n) from `suffix_keys`, shorter ends first. Returns the guesses (n,) int64, which count from 1,
     and the numbers (n,) of their lengths; both 0 where there is none.
     """
-    # Equal keys of a sequence become neighbours, in the order of the text. 32 bits take half the passes that
+    # Equal keys of a sequence become neighbours, those of each length in the order of the text. Of rows torch
+    # would sort all numbers and then the rows, so all lengths are one row. 32 bits take half the passes that
     # 64 take. By chance about one token of 98,304 for each length then gets the guess of other tokens.
+    (k, n), lengths = keys.shape, torch.arange(len(keys), device=keys.device)[:, None]
     short = (keys + is_start.cumsum(0) * FACTORS[0]) * FACTORS[1] >> 32
-    ordered, order = torch.sort(short.int(), dim=1, stable=True)
-    following = torch.where(ordered[:, 1:] == ordered[:, :-1], order[:, :-1] + 1, 0)
-    place = torch.zeros_like(keys).scatter_(1, order[:, 1:], following)
+    ordered, order = torch.sort(short.int().flatten(), stable=True)
+    behind = torch.where(ordered[1:] == ordered[:-1], order[:-1] + 1, 0)
+    # A neighbour of another length, equal by chance, stands in a row before, and its place is not above 0.
+    place = torch.zeros_like(order).scatter_(0, order[1:], behind).view(k, n) - lengths * n
     number, place = longest(place > 0, place)
     return (tokens[place].long() + 1).masked_fill(number == 0, 0), number
 
