@@ -193,7 +193,7 @@ class Config:
     # With a long window, the half of a key that has no position comes from the previous token. So one layer
     # can find what followed a token the last time, which is induction (@ClassicLarry #169). A: 0.008, 1.3 s.
     key_offset: bool = True
-    # A gate that sees a head's query multiplies what the head reads. So it can pass on nothing, which softmax
+    # What a head reads is multiplied by a gate that sees its query. So a head can pass on nothing, as softmax
     # alone cannot (@ClassicLarry #117; arXiv 2505.06708). Worth 0.005 on `clean`, 0.008 to 0.012 in quarters.
     attention_gates: bool = False
     # Some of what early layers write serves later layers alone. So a learned share of the output of the layer
@@ -466,9 +466,10 @@ class GPT(nn.Module):
         self.readers = [self.sources.count(stream) for stream in range(depth + 1)]
         long = [*(stage.windows[1] for stage in config.stages), config.final_windows[1], config.val_window]
         most = max(config.val_chunk, *(stage.batch_tokens // config.micro_batches for stage in config.stages))
+        turned = int(config.qk_dim * config.rotary_share)       # channels of a query that show its position
         self.rotary = attention.rotary_tables(
-            [window * config.window_block for window in long], most, int(config.qk_dim * config.rotary_share),
-            config.rotary_base, config.attention_scale, config.yarn, device)
+            [window * config.window_block for window in long], most, turned, config.rotary_base,
+            config.attention_scale, config.yarn, device)
         self.loss_weights = torch.ones(3, device=device)
         self.never = canonical.Never(config.padded_vocab, device) if config.canonical else None
         valued = [i for i in range(depth) if config.layers[i].value_embedding and config.value_embeddings]
@@ -495,9 +496,8 @@ class GPT(nn.Module):
         self.copy_head = copying.CopyHead(
             config.copy_channels, config.width, config.attention_scale, self.dtype, device)
         self.attention_scalars = scalars(depth, 2)                          # one for Q, K and V, one for O
-        unturned = config.qk_dim - int(config.qk_dim * config.rotary_share)     # channels without a position
         self.attention_gates = nn.ParameterList(
-            scalars(config.heads, unturned) for _ in config.layers if config.attention_gates)
+            scalars(config.heads, config.qk_dim - turned) for _ in config.layers if config.attention_gates)
         self.residual_scalars = scalars(depth, 2)                           # a and c of `mlp_input`
         self.scalars = scalars(2)                                           # shares of smear and of backout
         self.smear_gate = scalars(config.gate_channels) if config.smear else None

@@ -69,9 +69,9 @@ def test_near_guesses_are_those_of_a_plain_search():
     guess, number = near_guesses(batch.tokens, is_start, keys)
     assert list(zip(guess.tolist(), number.tolist())) == expected
     assert {number for _, number in expected} == {0, 1, 2, 3}
-    twice, numbers = near_guesses(batch.tokens, is_start, keys[:1].expand(3, -1))   # Equal for all lengths.
-    once, found = near_guesses(batch.tokens, is_start, keys[:1])
-    assert torch.equal(twice, once) and torch.equal(numbers, 3 * found)
+    alone, found = near_guesses(batch.tokens, is_start, keys[:1])
+    thrice, numbers = near_guesses(batch.tokens, is_start, keys[:1].expand(3, -1))
+    assert torch.equal(thrice, alone) and torch.equal(numbers, 3 * found)   # Lengths stay apart.
 
 
 def n_grams(sequence: list[int]) -> Iterator[tuple[int, ...]]:

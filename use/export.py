@@ -55,7 +55,7 @@ def settings_of(saved: Saved, with_table: bool, positions: int) -> dict:
         "vocab_size": config.vocab_size, "padded_vocab": config.padded_vocab, "width": config.width,
         "heads": config.heads, "head_dim": config.head_dim, "qk_dim": config.qk_dim, "rotary": cos.shape[1],
         "max_position_embeddings": positions, "attention_scale": scale, "softcap": SOFTCAP,
-        "attention_gate_channels": sum(gate.size(1) for gate in model.attention_gates[:1]),
+        "attention_gate_channels": model.attention_gates[0].size(1) if model.attention_gates else 0,
         "gate_channels": config.gate_channels, "smear": config.smear, "backout": model.backout_stream,
         "copy_channels": config.copy_channels, "copy_scale": model.copy_head.scale,
         "layers": layers, "ngrams": config.ngrams if with_table else (), "ngram_count": saved.facts["rows"],

@@ -30,9 +30,10 @@ def near_guesses(tokens: Tensor, is_start: Tensor, keys: Tensor) -> tuple[Tensor
     keys (k, n) from `suffix_keys`, shorter ends first. Returns the guesses (n,) int64, which count from 1,
     and the numbers (n,) of their lengths; both 0 where there is none.
     """
-    # Equal keys of a sequence become neighbours, those of each length in the order of the text. Of rows torch
-    # would sort all numbers and then the rows, so all lengths are one row. 32 bits take half the passes that
-    # 64 take. By chance about one token of 98,304 for each length then gets the guess of other tokens.
+    # Equal keys of a sequence become neighbours, those of each length in the order of the text. All lengths
+    # are one row, because torch sorts the rows of a matrix as one list, and then once more by their rows. 32
+    # bits take half the passes that 64 take. By chance about one token of 98,304 for each length then gets
+    # the guess of other tokens.
     (k, n), lengths = keys.shape, torch.arange(len(keys), device=keys.device)[:, None]
     short = (keys + is_start.cumsum(0) * FACTORS[0]) * FACTORS[1] >> 32
     ordered, order = torch.sort(short.int().flatten(), stable=True)
