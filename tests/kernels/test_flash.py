@@ -154,7 +154,10 @@ def test_flash4_chooses_its_tiles_by_the_wider_heads():
 
 
 def test_torchs_attention_gets_queries_keys_and_values_of_one_width(monkeypatch):
-    """They are padded with zeros, which change no result: the gradients too are those of the narrow ones."""
+    """They are padded with zeros, which change no result: the gradients too are those of the narrow ones.
+
+    The gate sees the query without its zeros.
+    """
     def equal_widths(q, k, v, *_, scale, window_size):
         assert q.shape == k.shape == v.shape
         return ATTENTION["plain"](q, k, v, sequences, window_size[0], scale)
@@ -163,9 +166,10 @@ def test_torchs_attention_gets_queries_keys_and_values_of_one_width(monkeypatch)
     sequences = Sequences.of(torch.tensor([0, 40, 60], dtype=torch.int32), 60, 60)
     for qk_dim, head_dim in ((8, 16), (16, 8), (16, 16)):
         leaves = [torch.randn(60, 2, dim, requires_grad=True) for dim in (qk_dim, qk_dim, head_dim)]
+        leaves.append(torch.randn(2, 5, requires_grad=True))
         results = []
         for backend in ("plain", "varlen"):
-            out = ATTENTION[backend](*leaves, sequences, 9, 0.1)
+            out = ATTENTION[backend](*leaves[:3], sequences, 9, 0.1, leaves[3])
             results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
         for plain, varlen in zip(*results):
             torch.testing.assert_close(varlen, plain)
