@@ -143,9 +143,11 @@ class Config:
     data_path: str = ""             # folder of token shards: the flag, else $DATA_PATH, else the preset's
     vocab_size: Size = 50257        # The last token of the vocabulary starts every document.
     epochs: Positive = 1            # how often a token may be seen; a schedule that needs more is refused
-    # Sequences begin where documents do (@ClassicLarry #108). The rest of a document that is cut can become
-    # sequences, too. This delays a second epoch; where there are enough tokens, it costs 0.019 of loss.
-    keep_tails: bool = False
+    # Sequences begin where documents do (@ClassicLarry #108). What a cut leaves over can be sequences, too.
+    keep_tails: bool = False        # True: more tokens an epoch. Where they last, it costs 0.019 of loss.
+    # Passages that the text had before can be left out, since they teach that text repeats (arXiv 2107.06499;
+    # data/repeats.py). Worth 0.017 on `clean`, or 7% of the time; `val`, whose text repeats, rises by 0.046.
+    drop_repeats: Count = 0         # tokens of the shortest passage that is left out; 0: all are kept
     micro_batches: Positive = 8     # micro-batches of a step, on all GPUs; unless given, one or more a GPU
 
     # ---- Model. Without a setting it has ReLU² (So et al., arXiv 2109.08668), QK-norm (arXiv 2010.04245),
@@ -221,8 +223,7 @@ class Config:
     muon_momentum: tuple[Beta, Beta] = (0.85, 0.95)     # momentum at both ends of the run, and in between
     momentum_warmup: Positive = 300     # steps from the first momentum to the second
     momentum_cooldown: Positive = 50    # steps back to the first momentum, at the end (@ClassicLarry #136)
-    # A slower average of the gradients takes part of the momentum's place (@orange4664 #340). A screening
-    # says that it is worth 0.006, whole runs say less (records/ideas.md). It takes 0.1% of the time.
+    # A slower average of gradients takes part of the momentum's place (@orange4664 #340). Worth up to 0.006.
     slow_share: Share = 0.0
     slow_beta: Beta = 0.97          # decay of the slower average
     slow_from: tuple[Share, Share] = (0.3, 0.4)     # parts of the run: where slow_share begins and is whole
@@ -254,8 +255,7 @@ class Config:
     val_chunk: Tokens = 65_536      # tokens of a forward pass; more take more memory, for the same result
     val_sequence_length: Tokens = 16_384            # Longer documents are scored in pieces.
     val_window: Blocks = 20         # blocks of the long window in the last validation (@ClassicLarry #127)
-    # True scores in FP8 whatever is trained in FP8. False scores in bfloat16, as the public speedrun does.
-    val_fp8: bool = True            # The loss in bfloat16 is 0.002 lower.
+    val_fp8: bool = True            # Score in FP8 what is trained in it. In bfloat16 the loss is 0.002 lower.
     # Other texts are scored after the run, off the clock: name=FOLDER:TOKENS, or name:TOKENS for a folder of
     # that name beside the shards, if it exists. `val` alone flatters the n-gram table (records/measuring.md).
     score: tuple[str, ...] = ()
@@ -298,11 +298,11 @@ PRESETS = {
         SPEEDRUN, preset="corpus", data_path="", layers=tuple(
             replace(layer, narrow=i in (0, 1, 3))
             for i, layer in enumerate(SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:])),
-        keep_tails=True, micro_batches=1, heads=5, ngram_rows=268_435_456, ngram_classes=True,
-        near_match=(1, 2, 4, 8), copy_channels=128, attention_gates=True, average_steps=400,
-        cooldown=0.8, final_lr=0.25, slow_share=0.4, steps=1430, extra_steps=8, softmax_tokens=8192,
-        softmax_samples=(4096,), extra_samples=16_384, shared_updates=True, canonical=True, val_fp8=False,
-        score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
+        keep_tails=True, drop_repeats=16, micro_batches=1, heads=5, ngram_rows=268_435_456,
+        ngram_classes=True, near_match=(1, 2, 4, 8), copy_channels=128, attention_gates=True,
+        average_steps=400, cooldown=0.8, final_lr=0.25, slow_share=0.4, steps=1320, extra_steps=8,
+        softmax_tokens=8192, softmax_samples=(4096,), extra_samples=16_384, shared_updates=True,
+        canonical=True, val_fp8=False, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # The preset for a GPU of 24 GB takes the speedrun's tokens in smaller batches: 337 s in 24 GB of an H200.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,

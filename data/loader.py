@@ -36,6 +36,7 @@ class TextSettings:
     document_start: int         # the id that begins every document
     epochs: int                 # how often a token may be seen
     keep_tails: bool            # train on what a cut document leaves over, as sequences of their own
+    drop_repeats: int           # leave passages of so many tokens out that the text had before; 0: none
     micro_batches: int          # in how many parts the batch of a step is packed, on any number of ranks
     seed: int                   # of the sample of a sampled softmax; nothing else here depends on it
     softmax_tokens: int = 0     # about so many tokens of a micro-batch share a sample; 0: all
@@ -70,10 +71,10 @@ class Batch(NamedTuple):
         return self.candidates, self.weights.view(torch.float32)
 
 
-# Consecutive sequences of a shard: the shard's number, the first sequence, the end, and how many tokens of
-# the first sequence are gone already.
+# Consecutive sequences of a part of the text: the part's number, the first sequence, the end, and how many
+# tokens of the first sequence are gone already.
 Span = tuple[int, int, int, int]
-Sequence = tuple[np.ndarray, int, int]      # a shard's tokens, where in them the sequence starts, its length
+Sequence = tuple[np.ndarray, int, int]      # a part's tokens, where in them the sequence starts, its length
 
 
 class Bounds(NamedTuple):
@@ -95,45 +96,45 @@ class Plan:
                  bounds: dict[int, Bounds] | None = None):
         self.settings, self.shapes, self.bounds = settings, shapes, bounds or {}
         self.text = ShardedText(shards_in(settings.folder, split), settings.vocab_size,
-                                settings.document_start, settings.keep_tails)
+                                settings.document_start, settings.keep_tails,
+                                settings.drop_repeats if split == "train" else 0)
         self.steps: list[list[list[Span]]] = []         # of each step, of each micro-batch
         self.planner = self.make()
 
     def of(self, index: int) -> list[list[Span]]:
         """The spans of each micro-batch of the step `index`."""
-        # Shards are planned well before they are needed, so that too little text is noticed early.
-        while len(self.steps) <= min(4 * index + AHEAD, len(self.shapes) - 1):
+        # Steps are planned well before they are needed, so that too little text is noticed early.
+        while len(self.steps) <= min(2 * index + AHEAD, len(self.shapes) - 1):
             self.steps.append(next(self.planner))
         return self.steps[index]
 
     def sequences(self, spans: list[Span], cut: int) -> Iterator[Sequence]:
         """The sequences of a micro-batch, whose documents are cut at `cut` tokens."""
-        for shard, first, last, gone in spans:
-            starts, before = self.text.sequences(shard, cut)
-            # An array, because slices of a memory map cost more.
-            tokens = np.asarray(self.text.tokens(shard))
+        for part, first, last, gone in spans:
+            starts, before = self.text.sequences(part, cut)
+            tokens = self.text.open(part)[0]
             for start, length in zip(starts[first:last].tolist(), np.diff(before[first:last + 1]).tolist()):
                 yield tokens, start + gone, length - gone
                 gone = 0
 
     def make(self) -> Iterator[list[list[Span]]]:
         """The spans of each micro-batch of each step, in order. ShardError if the text ends too soon."""
-        shard, position, epoch, keep = 0, 0, 0, self.settings.keep_tails
+        part, position, epoch, keep = 0, 0, 0, self.settings.keep_tails
         for index, shape in enumerate(self.shapes):
             micro_batches = []
             for _ in range(self.settings.micro_batches):
                 spans, missing = [], shape.tokens // self.settings.micro_batches
                 room = self.bounds[shape.tokens].sequences if self.bounds else missing
                 while missing > 0 and room > 0:
-                    starts, before = self.text.sequences(shard, shape.sequence_length)
+                    starts, before = self.text.sequences(part, shape.sequence_length)
                     first = int(np.searchsorted(starts, position))
                     # The position may lie inside a sequence: of one that the last micro-batch cut, or of one
                     # that another stage cut at another length.
                     if keep and first and position < starts[first - 1] + before[first] - before[first - 1]:
                         first -= 1
                     if first == len(starts):
-                        shard, position = (shard + 1) % len(self.text), 0
-                        epoch += shard == 0
+                        part, position = (part + 1) % len(self.text), 0
+                        epoch += part == 0
                         if epoch == self.settings.epochs:
                             raise ShardError(self.too_few(index))
                         continue
@@ -143,18 +144,18 @@ class Plan:
                     over = max(int(before[last] - before[first]) - gone - missing, 0)
                     missing -= int(before[last] - before[first]) - gone - over
                     room -= last - first
-                    position = int(starts[last]) if last < len(starts) else len(self.text.tokens(shard))
+                    position = int(starts[last]) if last < len(starts) else len(self.text.open(part)[0])
                     position -= over if keep else 0
-                    spans.append((shard, first, last, gone))
+                    spans.append((part, first, last, gone))
                 micro_batches.append(spans)
             yield micro_batches
 
     def too_few(self, index: int, how: str = "") -> str:
         """The message if the text ends in the step `index`; `how` says how that is known."""
         wanted, folder = [shape.tokens for shape in self.shapes], self.settings.folder
-        total = self.text.size()
+        total = sum(self.text.sizes)
         lasted = sum(wanted[:index]) or total * self.settings.epochs
-        return (f"{folder}: {len(self.text)} training shards with {total:,} tokens last for {index} of "
+        return (f"{folder}: {len(self.text.paths)} training shards with {total:,} tokens last for {index} of "
                 f"{len(wanted)} steps{how}; add shards (FineWeb's: python -m data.fineweb), or set "
                 f"--epochs {math.ceil(self.settings.epochs * sum(wanted) / lasted)} or lower --steps to "
                 f"about {min(lasted / sum(wanted), 1):.0%} of what it is")
@@ -178,8 +179,8 @@ def measure_bounds(settings: TextSettings, shapes: Seq[StepShape]) -> dict[int, 
         plan = Plan(replace(settings, epochs=-1), [shape] * MEASURED, "val")
         sequences, targets, read = 0, 0, 0
         for spans in (spans for step in plan.make() for spans in step):
-            read += sum(plan.text.length(shard, first, last, shape.sequence_length)
-                        for shard, first, last, _ in spans)
+            read += sum(plan.text.length(part, first, last, shape.sequence_length)
+                        for part, first, last, _ in spans)
             sequences = max(sequences, sum(last - first for _, first, last, _ in spans))
             if shape.samples:
                 pieces = [text[start + 1:start + 1 + length] for text, start, length
@@ -211,7 +212,7 @@ class Loader:
         self.plan = Plan(settings, shapes, split, self.bounds)
         taken = np.array([shape.tokens for shape in shapes])
         read = taken * [self.bounds[shape.tokens].read for shape in shapes]
-        total = self.plan.text.size()
+        total = sum(self.plan.text.sizes)
         self.epochs = float(read.sum() / total)     # if training documents are as long as the scored ones
         for each, text, how in ((taken, total, ""),
                                 (read, total * (1 + LACKING), " if documents are as long as in validation")):
@@ -238,7 +239,7 @@ class Loader:
     @cached_property
     def importance(self) -> Importance:
         """By how much a token is likelier than others to be a candidate, from the text's beginning."""
-        # Not by `self.plan.text`, which would wait until all of the shard's documents are found.
+        # Not by `self.plan.text`, whose parts another thread reads meanwhile.
         text = open_shard(self.plan.text.paths[0])
         return Importance(np.asarray(text[:COUNTED]), self.settings.padded_vocab)
 
@@ -252,7 +253,7 @@ class Loader:
         shape, settings = self.shapes[index], self.settings
         n, on_each = shape.tokens // settings.micro_batches, settings.micro_batches // self.ranks
         batches, count = [], self.candidates_of(shape)
-        # Pairs are counted before the plan asks for the first shard, which another thread opens meanwhile.
+        # Pairs are counted before the plan asks for the first part, which another thread reads meanwhile.
         importance = self.importance if count else None
         for i in range(self.rank * on_each, (self.rank + 1) * on_each):
             sequences = self.plan.sequences(self.plan.of(index)[i], shape.sequence_length)
@@ -293,9 +294,9 @@ class Loader:
         def deliver() -> Iterator[list[Batch]]:
             rest, in_turn, ahead = iter(indices), cycle(rooms or [None]), deque()
             with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as opener, ExitStack() as end:
-                # Shards that no step has come to are not worth waiting for.
+                # Parts that no step has come to are not worth waiting for.
                 end.callback(opener.shutdown, wait=False, cancel_futures=True)
-                # A shard takes longer to open than a step, so another thread does it ahead.
+                # Another thread reads the parts ahead, since a part may take longer than a step.
                 opener.map(self.plan.text.open, range(len(self.plan.text)))
                 while True:
                     wanted = islice(rest, AHEAD + 1 - len(ahead))

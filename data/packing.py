@@ -5,7 +5,11 @@ from typing import Iterable
 
 import numpy as np
 
-from data.shards import ShardError, document_starts, open_shard
+from data.repeats import Repeats
+from data.shards import ShardError, check_ids, document_starts, open_shard
+
+PART = 1 << 18      # tokens of a shard that are read at a time
+LOOKED = 1 << 14    # tokens among which a document's start is looked for
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -56,53 +60,70 @@ def pack(sequences: Iterable[tuple[np.ndarray, int, int]], n: int, most: int, lo
 
 
 class ShardedText:
-    """The text of some shards by number: its tokens, and the sequences that its documents are cut into.
+    """The text of some shards in parts of whole documents: tokens, and the sequences that these are cut into.
 
-    A shard is read when it is first used, once, also if two threads want it.
+    A part has the documents that begin in PART tokens of a shard. It is read when it is first used, once,
+    also if two threads want it. With `drop_repeats` a part leaves out passages of at least so many tokens
+    that earlier parts have. Then parts are read in order, and what is left of them stays in memory.
     """
 
-    def __init__(self, paths: list[Path], vocab_size: int, document_start: int, keep_tails: bool):
+    def __init__(self, paths: list[Path], vocab_size: int, document_start: int, keep_tails: bool,
+                 drop_repeats: int = 0):
         self.paths, self.vocab_size = paths, vocab_size
         self.document_start, self.keep_tails = document_start, keep_tails
-        self.locks = [Lock() for _ in paths]
+        self.sizes = [len(open_shard(path)) for path in paths]
+        self.parts = [(path, first) for path, size in zip(paths, self.sizes)
+                      for first in range(0, size, PART)]
+        self.repeats = Repeats(sum(self.sizes), drop_repeats) if drop_repeats else None
+        self.reading = Lock()
         self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}       # tokens, document starts
         self.cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def __len__(self) -> int:
-        return len(self.paths)
+        return len(self.parts)
 
-    def size(self) -> int:
-        """Tokens of all shards, by their headers."""
-        return sum(len(open_shard(path)) for path in self.paths)
+    def open(self, part: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens (n,) uint16 and document starts (documents,) int64; ShardError if the shard has none."""
+        if part not in self.opened:
+            with self.reading:
+                for each in range(len(self.opened) if self.repeats else part, part + 1):
+                    if each not in self.opened:
+                        self.opened[each] = self.read(each)
+        return self.opened[part]
 
-    def open(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (n,) uint16, memory-mapped, and document starts (documents,) int64; ShardError if none."""
-        with self.locks[shard]:
-            if shard in self.opened:
-                return self.opened[shard]
-            path = self.paths[shard]
-            tokens = open_shard(path, self.vocab_size)
-            starts = document_starts(tokens, self.document_start)
-            if not len(starts):
-                raise ShardError(f"{path}: no document starts with token {self.document_start}, its largest "
-                                 f"id is {tokens.max()}; train with the preset that fits it or --vocab_size "
-                                 f"{int(tokens.max()) + 1}")
-            self.opened[shard] = tokens, starts
-            return tokens, starts
+    def read(self, part: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `open`, from the shard."""
+        path, first = self.parts[part]
+        shard = open_shard(path)
+        begin, end = (self.document_from(shard, place) for place in (first, first + PART))
+        check_ids(path, shard[first:end], self.vocab_size)
+        if not first and begin == len(shard):
+            raise ShardError(f"{path}: no document starts with token {self.document_start}, its largest "
+                             f"id is {shard.max()}; train with the preset that fits it or --vocab_size "
+                             f"{int(shard.max()) + 1}")
+        # An array, because slices of a memory map cost more.
+        tokens = np.asarray(shard[begin:end])
+        if self.repeats:
+            tokens = self.repeats.drop(tokens, self.document_start)
+        return tokens, document_starts(tokens, self.document_start)
 
-    def tokens(self, shard: int) -> np.ndarray:
-        return self.open(shard)[0]
+    def document_from(self, shard: np.ndarray, place: int) -> int:
+        """Where in a shard the first document begins at `place` or behind it; its length if none does."""
+        for start in range(place, len(shard), LOOKED):
+            if len(found := np.flatnonzero(shard[start:start + LOOKED] == self.document_start)):
+                return start + int(found[0])
+        return len(shard)
 
-    def length(self, shard: int, first: int, last: int, cut: int) -> int:
-        """Tokens of text from the start of a shard's sequence `first` to that of `last`, or to the end."""
-        starts, _ = self.sequences(shard, cut)
-        end = starts[last] if last < len(starts) else len(self.tokens(shard))
+    def length(self, part: int, first: int, last: int, cut: int) -> int:
+        """Tokens of text from the start of a part's sequence `first` to that of `last`, or to the end."""
+        starts, _ = self.sequences(part, cut)
+        end = starts[last] if last < len(starts) else len(self.open(part)[0])
         return int(end - starts[first])
 
-    def sequences(self, shard: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where the shard's sequences start, (n,), and the lengths' sum before each and of all, (n + 1,)."""
-        if (shard, cut) not in self.cuts:
-            tokens, starts = self.open(shard)
+    def sequences(self, part: int, cut: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the part's sequences start, (n,), and the lengths' sum before each and of all, (n + 1,)."""
+        if (part, cut) not in self.cuts:
+            tokens, starts = self.open(part)
             starts, ends = cut_documents(starts, len(tokens), cut, self.keep_tails)
-            self.cuts[shard, cut] = starts, np.concatenate([[0], np.cumsum(ends - starts)])
-        return self.cuts[shard, cut]
+            self.cuts[part, cut] = starts, np.concatenate([[0], np.cumsum(ends - starts)])
+        return self.cuts[part, cut]

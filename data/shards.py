@@ -114,11 +114,17 @@ def open_shard(path: Path, vocab_size: int | None = None) -> np.ndarray:
     if header[2] <= 0:
         raise ShardError(f"{path}: holds no tokens; remove it")
     tokens = np.memmap(path, dtype="<u2", mode="r", offset=HEADER_BYTES)
-    if vocab_size is not None and int(tokens.max()) >= vocab_size:
+    if vocab_size is not None:
+        check_ids(path, tokens, vocab_size)
+    return tokens
+
+
+def check_ids(path: Path, tokens: np.ndarray, vocab_size: int) -> None:
+    """ShardError if one of these tokens (n,) of a shard is no id of a vocabulary of this size."""
+    if len(tokens) and int(tokens.max()) >= vocab_size:
         raise ShardError(f"{path}: token id {int(tokens.max())} is outside the vocabulary of {vocab_size}; "
                          "if it is not damaged, train with the preset that fits it or --vocab_size "
                          f"{int(tokens.max()) + 1}")
-    return tokens
 
 
 def document_starts(tokens: np.ndarray, bos: int) -> np.ndarray:

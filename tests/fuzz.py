@@ -163,7 +163,7 @@ def fuzz_shard(folder: Path, rng: random.Random) -> None:
     Manifest(place).changed()
     shards, bos = peek.open_all([place / "train_000000.bin"])
     peek.table(shards), peek.histogram(shards[0].lengths), peek.schedule_fit(shards[0].lengths, 4000, bos)
-    text = TextSettings(str(place), 257, 320, 256, 3, bool(rng.randrange(2)), 2, 0)
+    text = TextSettings(str(place), 257, 320, 256, 3, bool(rng.randrange(2)), rng.choice([0, 16]), 2, 0)
     list(Loader(text, [StepShape(512, 128, 0)] * 3, 0, 1, None).batches(2))
 
 

@@ -40,7 +40,7 @@ SCORE = """
 import sys, time
 from data.loader import TextSettings
 from data.scoring import scored_text
-settings = TextSettings(sys.argv[1], 257, 320, 256, 1, True, 1, 0)
+settings = TextSettings(sys.argv[1], 257, 320, 256, 1, True, 0, 1, 0)
 text = scored_text("val", settings, int(sys.argv[2]), 65_536, 1024)
 print(text.tokens, sum(int((batch.targets >= 0).sum()) for batch in text.batches))
 """

@@ -62,6 +62,7 @@ TRASH = ["", " ", "many", "None", "nan", "-inf", "1e999", "true", "0", "-1", "-0
      ["--attention_gates True --rotary_share 1.0: the gates see"]),
     (["--ngrams", "2,9"], ["--ngrams 2,9: expected a whole number from 1 to 6, not 9"]),
     (["--ngrams", "2,3,4"], ["--ngrams 2,3,4: each takes a head", "there are 2"]),
+    (["--drop_repeats", "15"], ["--drop_repeats 15: ", "fewer than 16 tokens"]),
     (["--ngrams", "2,3", "--near_match", "4"], ["--ngrams 2,3 --near_match 4: ", "each takes a head"]),
     (["--ngram_rows", "2000000000"], ["--ngram_rows 2000000000", "from 0 to 1,073,741,824"]),
     (["--ngram_classes", "true"], ["--ngram_classes True --vocab_size 257", "GPT-2's"]),

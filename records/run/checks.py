@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 
 from data.classes import GPT2_SIZE
+from data.repeats import SHORTEST
 from kernels import ngrams
 from kernels.attention import ATTENTION, why_not
 from kernels.copying.pointer import LARGEST
@@ -58,6 +59,8 @@ def schedule_faults(c) -> Iterator[Fault]:
     yield c.steps < stages, "steps", f"at least one step for each of {stages} stages"
     yield (c.slow_from[0] > c.slow_from[1], "slow_from",
            "the slow average's share cannot be whole before it begins")
+    yield (0 < c.drop_repeats < SHORTEST, "drop_repeats",
+           f"passages of fewer than {SHORTEST} tokens cannot be told from others; use 0 or at least that")
     yield (c.val_sequence_length > c.val_chunk, "val_chunk val_sequence_length",
            "a chunk holds whole sequences; raise it or lower the other")
 

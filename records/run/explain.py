@@ -68,7 +68,7 @@ def run_facts(trainer, resumed=None) -> dict[str, object]:
         "attention": model.attention_backend, "attention_note": model.attention_note,
         "dtype": str(model.dtype), "fp8": bool(model.fp8), "fp8_parts": model.fp8,
         "parameters": parameter_count(model), "vocabulary": config.padded_vocab,
-        "shards": len(loader.plan.text), "epochs": loader.epochs,
+        "shards": len(loader.plan.text.paths), "epochs": loader.epochs,
         "candidates": list(loader.candidates.values()),     # in the order of the schedule
         "groups": rates(trainer.optimizer.groups),
         **world.found, **machine_facts(world.device, world.size), **(resumed.facts() if resumed else {}),
