@@ -23,7 +23,7 @@ MEASURED = 64       # steps of validation text that the bounds of a batch are ta
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
 # Before the run only the validation text tells how much text the cuts drop. If by that a schedule reads more
 # text than there is, by more than this share, the run is refused. If by less, the text may still end before
-# the run does.
+# the run does. How much `drop_repeats` leaves out is not known before.
 LACKING = 0.05
 
 
@@ -36,7 +36,7 @@ class TextSettings:
     document_start: int         # the id that begins every document
     epochs: int                 # how often a token may be seen
     keep_tails: bool            # train on what a cut document leaves over, as sequences of their own
-    drop_repeats: int           # leave passages of so many tokens out that the text had before; 0: none
+    drop_repeats: int           # leave passages of so many tokens out that the text had before; 0: keep all
     micro_batches: int          # in how many parts the batch of a step is packed, on any number of ranks
     seed: int                   # of the sample of a sampled softmax; nothing else here depends on it
     softmax_tokens: int = 0     # about so many tokens of a micro-batch share a sample; 0: all
@@ -97,7 +97,8 @@ class Plan:
         self.settings, self.shapes, self.bounds = settings, shapes, bounds or {}
         self.text = ShardedText(shards_in(settings.folder, split), settings.vocab_size,
                                 settings.document_start, settings.keep_tails,
-                                settings.drop_repeats if split == "train" else 0)
+                                settings.drop_repeats if split == "train" else 0,
+                                sum(shape.tokens for shape in shapes))
         self.steps: list[list[list[Span]]] = []         # of each step, of each micro-batch
         self.planner = self.make()
 
@@ -136,7 +137,8 @@ class Plan:
                         part, position = (part + 1) % len(self.text), 0
                         epoch += part == 0
                         if epoch == self.settings.epochs:
-                            raise ShardError(self.too_few(index))
+                            repeats = " without the passages that repeat" if self.text.repeats else ""
+                            raise ShardError(self.too_few(index, repeats))
                         continue
                     gone = max(position - int(starts[first]), 0)
                     last = int(np.searchsorted(before, before[first] + gone + missing))
@@ -153,7 +155,7 @@ class Plan:
     def too_few(self, index: int, how: str = "") -> str:
         """The message if the text ends in the step `index`; `how` says how that is known."""
         wanted, folder = [shape.tokens for shape in self.shapes], self.settings.folder
-        total = sum(self.text.sizes)
+        total = self.text.size()
         lasted = sum(wanted[:index]) or total * self.settings.epochs
         return (f"{folder}: {len(self.text.paths)} training shards with {total:,} tokens last for {index} of "
                 f"{len(wanted)} steps{how}; add shards (FineWeb's: python -m data.fineweb), or set "
@@ -212,7 +214,7 @@ class Loader:
         self.plan = Plan(settings, shapes, split, self.bounds)
         taken = np.array([shape.tokens for shape in shapes])
         read = taken * [self.bounds[shape.tokens].read for shape in shapes]
-        total = sum(self.plan.text.sizes)
+        total = self.plan.text.size()
         self.epochs = float(read.sum() / total)     # if training documents are as long as the scored ones
         for each, text, how in ((taken, total, ""),
                                 (read, total * (1 + LACKING), " if documents are as long as in validation")):
@@ -268,6 +270,11 @@ class Loader:
             batches.append(batch)
         return batches
 
+    def read_ahead(self, part: int) -> None:
+        """Read a part of the text, unless all steps are planned without it."""
+        if len(self.plan.steps) < len(self.shapes):
+            self.plan.text.open(part)
+
     def prefetch(self, indices: Collection[int],
                  prepare: Callable[[Batch], Batch] = lambda batch: batch) -> Iterator[list[Batch]]:
         """The batches of these steps, made a few ahead by a thread that also brings them to a GPU.
@@ -296,8 +303,8 @@ class Loader:
             with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as opener, ExitStack() as end:
                 # Parts that no step has come to are not worth waiting for.
                 end.callback(opener.shutdown, wait=False, cancel_futures=True)
-                # Another thread reads the parts ahead, since a part may take longer than a step.
-                opener.map(self.plan.text.open, range(len(self.plan.text)))
+                # Another thread reads ahead, since a part may take longer than a step.
+                opener.map(self.read_ahead, range(len(self.plan.text)))
                 while True:
                     wanted = islice(rest, AHEAD + 1 - len(ahead))
                     ahead.extend((thread.submit(make, index, room), room)

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import DataError, one_line_errors, positive, printable, tool_parser, whole
+from data.repeats import hash_ngrams
 from data.shards import open_regular, open_shard, shards_in
 
 LENGTHS = (3, 5, 8, 13, 50)
@@ -24,21 +25,6 @@ MARKED = 13             # as in the decontamination of GPT-3 (Brown et al., arXi
 FILE = "overlap.npz"
 PIECE = 1 << 23         # training tokens hashed at a time
 TABLE_BITS = 28         # of the first, inexact look-up: one byte for each
-
-
-def hash_ngrams(tokens: np.ndarray, n: int) -> np.ndarray:
-    """Hashes (len - n + 1,) uint64 of the n-gram from each token on: Σ table[token] P^place mod 2^64."""
-    table = np.random.default_rng(0).integers(0, 2 ** 64, 2 ** 16, dtype=np.uint64)
-    whole, length = np.zeros(0, np.uint64), 0           # of the first `length` tokens from each place
-    part, size, factor = table[tokens], 1, 0x9E3779B97F4A7C15       # of 1, 2, 4, … tokens; P^size
-    while True:
-        if n & size:
-            whole = whole[:len(part) - length] * np.uint64(factor) + part[length:] if length else part
-            length += size
-        if size * 2 > n:
-            return whole[:len(tokens) - n + 1]
-        part = part[:len(part) - size] * np.uint64(factor) + part[size:]
-        size, factor = size * 2, factor * factor % 2 ** 64
 
 
 def starts_of_ngrams(tokens: np.ndarray, n: int, document_start: int) -> np.ndarray:

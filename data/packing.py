@@ -23,7 +23,7 @@ def cut_documents(starts: np.ndarray, end: int, cut: int, keep_tails: bool) -> t
     A sequence has at most `cut` tokens. What a longer document leaves over is dropped, or cut again if
     `keep_tails`.
     """
-    ends = np.append(starts[1:], end)
+    ends = np.append(starts[1:], end)[:len(starts)]     # There may be no document.
     if not keep_tails:
         return starts, np.minimum(ends, starts + cut)
     pieces = -(-(ends - starts) // cut)
@@ -63,56 +63,69 @@ class ShardedText:
     """The text of some shards in parts of whole documents: tokens, and the sequences that these are cut into.
 
     A part has the documents that begin in PART tokens of a shard. It is read when it is first used, once,
-    also if two threads want it. With `drop_repeats` a part leaves out passages of at least so many tokens
-    that earlier parts have. Then parts are read in order, and what is left of them stays in memory.
+    also if two threads want it. With `drop_repeats` a part leaves out passages of about so many tokens and
+    more that earlier parts have. Then parts are read in order, and what is left of them stays in memory.
     """
 
     def __init__(self, paths: list[Path], vocab_size: int, document_start: int, keep_tails: bool,
-                 drop_repeats: int = 0):
+                 drop_repeats: int = 0, read: int = 0):
+        """`read`: with `drop_repeats`, about how many tokens of the text will be read."""
         self.paths, self.vocab_size = paths, vocab_size
         self.document_start, self.keep_tails = document_start, keep_tails
-        self.sizes = [len(open_shard(path)) for path in paths]
-        self.parts = [(path, first) for path, size in zip(paths, self.sizes)
-                      for first in range(0, size, PART)]
-        self.repeats = Repeats(sum(self.sizes), drop_repeats) if drop_repeats else None
+        # One memory map a shard: each holds a file open.
+        self.shards = [open_shard(path) for path in paths]
+        self.parts = [(shard, first) for shard, tokens in enumerate(self.shards)
+                      for first in range(0, len(tokens), PART)]
+        self.repeats = Repeats(read, drop_repeats) if drop_repeats else None
         self.reading = Lock()
         self.opened: dict[int, tuple[np.ndarray, np.ndarray]] = {}       # tokens, document starts
         self.cuts: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self.found = (-1, 0, 0)     # a shard, a place in it, and where the next document from there begins
 
     def __len__(self) -> int:
         return len(self.parts)
 
+    def size(self) -> int:
+        """Tokens of all shards."""
+        return sum(map(len, self.shards))
+
     def open(self, part: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens (n,) uint16 and document starts (documents,) int64; ShardError if the shard has none."""
+        """Tokens (n,) uint16 and document starts (documents,) int64.
+
+        ShardError if a token is no id of the vocabulary, or if in the whole shard no document starts.
+        """
         if part not in self.opened:
             with self.reading:
                 for each in range(len(self.opened) if self.repeats else part, part + 1):
                     if each not in self.opened:
-                        self.opened[each] = self.read(each)
+                        self.opened[each] = self.read(*self.parts[each])
         return self.opened[part]
 
-    def read(self, part: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `open`, from the shard."""
-        path, first = self.parts[part]
-        shard = open_shard(path)
-        begin, end = (self.document_from(shard, place) for place in (first, first + PART))
-        check_ids(path, shard[first:end], self.vocab_size)
-        if not first and begin == len(shard):
+    def read(self, shard: int, first: int) -> tuple[np.ndarray, np.ndarray]:
+        """As `open`, for the part that begins at or behind token `first` of a shard."""
+        path, text = self.paths[shard], self.shards[shard]
+        begin, end = self.document_from(shard, first), self.document_from(shard, first + PART)
+        check_ids(path, text[first:end], self.vocab_size)
+        if begin == len(text) and not first:
             raise ShardError(f"{path}: no document starts with token {self.document_start}, its largest "
-                             f"id is {shard.max()}; train with the preset that fits it or --vocab_size "
-                             f"{int(shard.max()) + 1}")
+                             f"id is {text.max()}; train with the preset that fits it or --vocab_size "
+                             f"{int(text.max()) + 1}")
         # An array, because slices of a memory map cost more.
-        tokens = np.asarray(shard[begin:end])
+        tokens = np.asarray(text[begin:end])
         if self.repeats:
             tokens = self.repeats.drop(tokens, self.document_start)
         return tokens, document_starts(tokens, self.document_start)
 
-    def document_from(self, shard: np.ndarray, place: int) -> int:
+    def document_from(self, shard: int, place: int) -> int:
         """Where in a shard the first document begins at `place` or behind it; its length if none does."""
-        for start in range(place, len(shard), LOOKED):
-            if len(found := np.flatnonzero(shard[start:start + LOOKED] == self.document_start)):
-                return start + int(found[0])
-        return len(shard)
+        text, (known, low, start) = self.shards[shard], self.found
+        # So a document that is longer than many parts is gone through once.
+        if known != shard or not low <= place <= start:
+            found = (np.flatnonzero(text[i:i + LOOKED] == self.document_start) + i
+                     for i in range(place, len(text), LOOKED))
+            start = next((int(each[0]) for each in found if len(each)), len(text))
+            self.found = shard, place, start
+        return start
 
     def length(self, part: int, first: int, last: int, cut: int) -> int:
         """Tokens of text from the start of a part's sequence `first` to that of `last`, or to the end."""

@@ -463,6 +463,7 @@ def test_cut_documents():
     assert [x.tolist() for x in cut_documents(starts, 47, 8, False)] == [[2, 10, 11, 40], [10, 11, 19, 47]]
     assert [x.tolist() for x in cut_documents(starts, 47, 8, True)] == [[2, 10, 11, 19, 27, 35, 40],
                                                                         [10, 11, 19, 27, 35, 40, 47]]
+    assert not any(len(x) for keep in (False, True) for x in cut_documents(starts[:0], 47, 8, keep))
 
 
 def test_pack_refuses_more_sequences_than_its_bound():

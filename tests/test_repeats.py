@@ -10,7 +10,7 @@ from data import packing
 from data.loader import Loader, StepShape, TextSettings
 from data.packing import ShardedText
 from data.repeats import SHORTEST, Repeats
-from data.shards import open_shard, write_shard
+from data.shards import ShardError, open_shard, write_shard
 
 START = 50_000
 
@@ -115,9 +115,13 @@ def twice(tmp_path, config):
     return replace(config, data_path=str(tmp_path), drop_repeats=32, keep_tails=True)
 
 
-def text_of(config, drop_repeats: int) -> list[np.ndarray]:
+def sharded(config, drop_repeats: int) -> ShardedText:
     paths = sorted(train_gpt.Path(config.data_path).glob("train_*"))
-    text = ShardedText(paths, 257, 256, True, drop_repeats)
+    return ShardedText(paths, 257, 256, True, drop_repeats, 40_000)
+
+
+def text_of(config, drop_repeats: int) -> list[np.ndarray]:
+    text = sharded(config, drop_repeats)
     return [text.open(part)[0] for part in range(len(text))]
 
 
@@ -138,12 +142,40 @@ def test_parts_hold_the_text_in_order(twice, monkeypatch, part):
 
 def test_parts_are_read_in_order_whichever_is_wanted(twice, monkeypatch):
     monkeypatch.setattr(packing, "PART", 1000)
-    expected = text_of(twice, 32)
-    paths = sorted(train_gpt.Path(twice.data_path).glob("train_*"))
-    text = ShardedText(paths, 257, 256, True, 32)
-    for part in (25, 3, 29, 0):
+    expected, text = text_of(twice, 32), sharded(twice, 32)
+    for part in (25, 3, 39, 0):
         assert np.array_equal(text.open(part)[0], expected[part])
-    assert list(text.opened) == list(range(30)) and len(text.repeats.seen) >= 2 * sum(text.sizes)
+    assert list(text.opened) == list(range(40)) and len(text.repeats.seen) >= 2 * 40_000
+
+
+def test_a_document_may_be_longer_than_parts(tmp_path, monkeypatch):
+    """Its other parts are empty, and it is gone through once, also where another thread asks first."""
+    tokens, looked = words(9000) % 250, []
+    tokens[[350, 400, 7300]] = 256
+    write_shard(tmp_path / "train_000000.bin", tokens)
+    monkeypatch.setattr(packing, "PART", 300)
+    monkeypatch.setattr(packing, "LOOKED", 50)
+    really = np.flatnonzero
+    monkeypatch.setattr(np, "flatnonzero", lambda x: looked.append(len(x)) or really(x))
+    text = ShardedText([tmp_path / "train_000000.bin"], 257, 256, True)
+    parts = [text.open(part)[0] for part in range(len(text))]
+    assert [len(part) for part in parts] == [0, 6950] + [0] * 22 + [1700] + [0] * 5
+    assert sum(looked) < 3 * 9000
+
+
+def test_a_bad_token_before_the_first_document_is_found(tmp_path):
+    tokens = np.concatenate([[300], np.full(50, 256)])
+    write_shard(tmp_path / "train_000000.bin", tokens)
+    with pytest.raises(ShardError, match="token id 300"):
+        ShardedText([tmp_path / "train_000000.bin"], 257, 256, True).open(0)
+
+
+def test_each_shard_holds_one_file_open(twice, monkeypatch):
+    monkeypatch.setattr(packing, "PART", 10)
+    before = len(list(train_gpt.Path("/proc/self/fd").iterdir()))
+    text = sharded(twice, 0)
+    assert sum(len(text.open(part)[0]) for part in range(len(text))) == 39_700
+    assert len(list(train_gpt.Path("/proc/self/fd").iterdir())) <= before + 2
 
 
 def test_batches_leave_repeats_out_and_the_validation_text_does_not(twice):
@@ -154,3 +186,33 @@ def test_batches_leave_repeats_out_and_the_validation_text_does_not(twice):
                       for loader in loaders for batch in loader.batches(index)]).numpy()
     assert np.array_equal(seen, np.concatenate(text_of(twice, 32))[:len(seen)])
     assert loaders[0].plan.text.repeats and not loaders[0].rehearsal([shape]).plan.text.repeats
+
+
+def test_a_later_epoch_and_a_restart_have_the_same_batches(twice, monkeypatch):
+    monkeypatch.setattr(packing, "PART", 1000)
+    shapes = [StepShape(4096, 97, 0)] * 20
+    settings = TextSettings.of(replace(twice, micro_batches=1, epochs=3))
+    whole = Loader(settings, shapes, 0, 1, torch.device("cpu"))
+    fast = [batch.tokens for batches in whole.prefetch(range(20)) for batch in batches]
+    again = Loader(settings, shapes, 0, 1, torch.device("cpu"))
+    late = [batch.tokens for batches in again.prefetch(range(11, 20)) for batch in batches]
+    assert all(map(torch.equal, fast[11:], late))
+    text = np.concatenate(text_of(twice, 32))
+    assert np.array_equal(torch.cat(fast).numpy(), np.concatenate([text, text, text])[:20 * 4096])
+
+
+def test_the_text_may_end_sooner_than_its_size_says(twice):
+    settings = TextSettings.of(replace(twice, micro_batches=1))
+    loader = Loader(settings, [StepShape(2048, 97, 0)] * 19, 0, 1, torch.device("cpu"))
+    message = "39,700 tokens last for 1[45] of 19 steps without the passages that"
+    with pytest.raises(ShardError, match=message):
+        list(loader.prefetch(range(19)))
+
+
+def test_parts_that_no_step_needs_are_not_read(twice, monkeypatch):
+    monkeypatch.setattr(packing, "PART", 1000)
+    loader = Loader(TextSettings.of(twice), [StepShape(2048, 97, 0)] * 2, 0, 1, torch.device("cpu"))
+    list(loader.plan.of(1))
+    for part in range(len(loader.plan.text)):
+        loader.read_ahead(part)
+    assert 5 <= len(loader.plan.text.opened) <= 6 < len(loader.plan.text)
