@@ -580,8 +580,8 @@ class GPT(nn.Module):
             transit.fp8_weights[i] = self.make_fp8_weights(i, scale_qkv)
         value_rows = None
         if (place := self.value_index.get(i)) is not None:
-            rows = self.ops.lookup(self.value_tables[place], context.by_token)
-            value_rows = attention.ValueRows(rows, context.value_gates[place])
+            value_rows = attention.value_rows(
+                self.ops.lookup, self.value_tables[place], context.by_token, context.value_gates[place])
         w_qkv, w_out, *_ = self.weights(i)
         projection = attention.Projection(
             w_qkv, scale_qkv, gradient_of(w_qkv, transit.accumulate), transit.fp8_weights[i][0])

@@ -18,8 +18,8 @@
 """
 from kernels.attention.flash import ATTENTION, choose_attention, why_not
 from kernels.attention.fp8_qkv import QKV_GRADIENT_SCALE, qkv_fp8, qkv_fp8_reference, qkv_weight
-from kernels.attention.inputs import HeadShape, Positions, Projection, QKVWeight, ValueRows
+from kernels.attention.inputs import HeadShape, Positions, Projection, QKVWeight, Rows, ValueRows
 from kernels.attention.output import scaled_linear, scaled_linear_reference
 from kernels.attention.qkv import project_heads, qkv_heads, qkv_heads_reference
 from kernels.attention.rotary import rotary_tables, rotate
-from kernels.attention.value_gate import value_mix, value_mix_reference
+from kernels.attention.value_gate import value_mix, value_mix_reference, value_rows

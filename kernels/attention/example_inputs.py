@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.attention.inputs import HeadShape, Positions, Projection, ValueRows
+from kernels.attention.inputs import HeadShape, Positions, Projection, Rows, ValueRows
 from kernels.attention.rotary import rotary_tables
 
 CHANNELS = 6  # that a gate sees of x, and as many of the value row
@@ -27,10 +27,12 @@ class HeadInputs:
     ngrams: int = 0  # heads with n-gram rows
     rotary_share: float = 0.5  # of a query's and a key's channels
     starts: tuple[int, ...] | None = None  # of sequences; None: every 512 tokens
+    table: int = 0  # rows of a table in which the value rows are; 0: they are gathered
 
     def __str__(self) -> str:
         parts = [f"{self.tokens} × {self.heads} × (2 × {self.qk_dim} + {self.head_dim})"]
         parts += ["key offset"] * self.key_offset + ["value rows"] * self.value
+        parts += [f"in a table of {self.table:,}"] * (self.table > 0)
         return ", ".join(parts + [f"n-grams in {self.ngrams}"] * (self.ngrams > 0))
 
     @property
@@ -67,7 +69,11 @@ class HeadInputs:
         if not self.value:
             return None
         gate = torch.randn(self.heads, 2 * CHANNELS, device=self.device)
-        return ValueRows(self.random(self.tokens, self.width), gate)
+        if not self.table:
+            return ValueRows(self.random(self.tokens, self.width), gate)
+        index = torch.randint(self.table, (self.tokens,), device=self.device, dtype=torch.int32)
+        nothing = torch.zeros(self.tokens, self.width, device=self.device, dtype=self.dtype)
+        return ValueRows(nothing, gate, Rows(self.random(self.table, self.width), index))
 
     def ngram_values(self) -> tuple[Tensor, Tensor] | None:
         """Rows and scales of one layer, for `sharing`."""
@@ -121,7 +127,7 @@ def both_ways(function: Callable) -> Callable:
             if isinstance(x, Tensor):
                 leaves.append(x.detach().requires_grad_())
                 return leaves[-1]
-            if isinstance(x, tuple) and not isinstance(x, (Positions, HeadShape)):
+            if isinstance(x, tuple) and not isinstance(x, (Positions, HeadShape, Rows)):
                 parts = map(with_leaves, x)
                 return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
             return x

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.example_inputs import HeadInputs, both_ways, real_sizes_from_x, sharing
-from kernels.attention.inputs import HeadShape, Positions, Projection, QKVWeight, ValueRows
+from kernels.attention.inputs import HeadShape, Positions, Projection, QKVWeight, Rows, ValueRows
 from kernels.attention.output import weight_gradients
 from kernels.attention.qkv import Heads, project_heads, qkv_heads, qkv_heads_reference
 from kernels.attention.qkv_kernels import FP8_CONFIGS, heads_backward, heads_forward
@@ -54,22 +54,23 @@ class FP8Heads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, scale: Tensor, value_rows: Tensor | None, gate: Tensor | None,
-        ngram_rows: Tensor | None, x8: tuple[Tensor, ...], projection: Projection, positions: Positions,
-        ngrams: NGramValues | None, shape: HeadShape,
+        ngram_rows: Tensor | None, where: Rows | None, x8: tuple[Tensor, ...], projection: Projection,
+        positions: Positions, ngrams: NGramValues | None, shape: HeadShape,
     ) -> Heads:
         (weight8, weight8_transposed, *_), learned_scale, x_scale, grad_scale = projection.fp8
-        seen = mix = None
-        if value_rows is not None:  # the gate sees x, or what FP8 left of it
+        seen = mix = rows = None
+        if gate is not None:  # it sees x, or what FP8 left of it
+            rows = ValueRows(value_rows, gate, where).source
             first = (x8[0] if x8 else x)[:, :gate.size(1) // 2]
             seen = torch.empty(first.shape, dtype=x.dtype, device=x.device)
-            mix = value_mix(first, value_rows, gate, normed_scale(x.size(1)) if x8 else 1.0, seen)
+            mix = value_mix(first, rows, gate, normed_scale(x.size(1)) if x8 else 1.0, seen)
         x8, x8_transposed = x8 or quantize(x, x_scale, both=True, in_pairs=True)
         qkv = fp8_matmul(x8, weight8.T, x_scale, learned_scale, fast=True).type_as(x)
         ctx.save_for_backward(
             qkv, *positions, value_rows, gate, mix, seen, x8_transposed, weight, weight8_transposed, scale,
             x_scale, grad_scale, learned_scale)
-        ctx.grad, ctx.ngrams, ctx.shape = projection.grad, ngrams, shape
-        return heads_forward(qkv, positions, value_rows, mix, ngrams, shape)
+        ctx.grad, ctx.where, ctx.ngrams, ctx.shape = projection.grad, where, ngrams, shape
+        return heads_forward(qkv, positions, rows, mix, ngrams, shape)
 
     @staticmethod
     def backward(ctx, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -77,17 +78,18 @@ class FP8Heads(torch.autograd.Function):
          scale, x_scale, grad_scale, learned_scale) = ctx.saved_tensors
         grads, gate_grad = (q_grad, k_grad, leave_gradient(ctx.ngrams, v_grad)), None
         positions = Positions(cos, sin, is_start)
+        rows = None if gate is None else ValueRows(value_rows, gate, ctx.where).source
         grad8, rows_grad, mix_grad, grad8_transposed = heads_backward(
-            grads, qkv, positions, value_rows, mix, ctx.shape, grad_scale)
+            grads, qkv, positions, rows, mix, ctx.shape, grad_scale)
         x_grad = fp8_matmul(grad8, weight8_transposed.T, grad_scale, learned_scale, fast=False).type_as(qkv)
         if seen is not None:  # add seen's gradient to x's, which was just made and which nobody else holds
             channels_grad = x_grad[:, :seen.size(1)]
-            _, gate_grad = value_mix_backward(mix_grad, mix, seen, value_rows, gate, rows_grad, channels_grad)
+            _, gate_grad = value_mix_backward(mix_grad, mix, seen, rows, gate, rows_grad, channels_grad)
         scaled_grad = fp8_matmul(grad8_transposed, x8_transposed.T, grad_scale, x_scale, fast=False)
         # Q and K are normed, so only V depends on the scale: the scale's gradient comes from V's rows alone.
         first_value_row = len(weight) - v_grad.size(1) * v_grad.size(2)
         of_weight = weight_gradients(ctx.grad, scaled_grad, weight, scale, first_value_row)
-        return x_grad, *of_weight, rows_grad, gate_grad, None, None, None, None, None, None
+        return x_grad, *of_weight, rows_grad, gate_grad, *[None] * 7
 
 
 def qkv_fp8_reference(
@@ -122,10 +124,10 @@ def qkv_fp8(
     if fp8 is None:
         weight8, = fp8_weights((weight.detach(),))
         projection = projection._replace(fp8=qkv_weight(weight8, scale, weight.size(1)))
-    value_rows, gate = (None, None) if value is None else value
+    value_rows, gate, where = value or (None, None, None)
     ngram_rows = None if ngrams is None else ngrams.rows
-    return FP8Heads.apply(
-        x, weight, scale, value_rows, gate, ngram_rows, tuple(x8), projection, positions, ngrams, shape)
+    return FP8Heads.apply(x, weight, scale, value_rows, gate, ngram_rows, where, tuple(x8), projection,
+                          positions, ngrams, shape)
 
 
 def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Example]:
@@ -137,10 +139,10 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
     if size == "real":
         sizes = real_sizes_from_x(device, dtype)
     else:
-        sizes = [HeadInputs(n, heads, qk_dim, head_dim, device, dtype, True, value, ngrams)
-                 for n, heads, qk_dim, head_dim, value, ngrams in (
-                     (80, 2, 32, 32, False, 0), (112, 2, 16, 32, True, 0), (48, 3, 32, 16, True, 2),
-                     (16, 1, 16, 16, False, 1))]
+        sizes = [HeadInputs(n, heads, qk_dim, head_dim, device, dtype, True, value, ngrams, table=table)
+                 for n, heads, qk_dim, head_dim, value, ngrams, table in (
+                     (80, 2, 32, 32, False, 0, 0), (112, 2, 16, 32, True, 0, 0), (48, 3, 32, 16, True, 2, 9),
+                     (16, 1, 16, 16, False, 1, 0))]
     for inputs in sizes:
         n = inputs.tokens
         yield Example(

@@ -21,10 +21,23 @@ class Positions(NamedTuple):
     is_start: Tensor  # (n,) bool: where sequences start. The first token counts as a start in any case
 
 
+class Rows(NamedTuple):
+    """A row of a matrix for each of n tokens."""
+    table: Tensor  # (rows, width), contiguous
+    index: Tensor | None = None  # (n,) integers, contiguous: each token's row; None: token i has row i
+
+
 class ValueRows(NamedTuple):
     """What a value embedding adds to the values: mix · rows. A gate makes the mix of each token and head."""
     rows: Tensor  # (n, heads head_dim), of the dtype of q, k and v: each token's row of the embedding's table
     gate: Tensor  # (heads, 2 channels) float32: it sees x's first channels, and as many of the row's
+    # Where the rows are if nobody has gathered them. `rows` are then zeros, which get the rows' gradient.
+    where: Rows | None = None
+
+    @property
+    def source(self) -> Rows:
+        """Where the rows are."""
+        return self.where or Rows(self.rows)
 
 
 class QKVWeight(NamedTuple):

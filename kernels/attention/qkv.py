@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.attention.example_inputs import HeadInputs, both_ways, real_sizes, real_sizes_from_x, sharing
-from kernels.attention.inputs import HeadShape, Positions, Projection, ValueRows
+from kernels.attention.inputs import HeadShape, Positions, Projection, Rows, ValueRows
 from kernels.attention.output import scaled_linear
 from kernels.attention.qkv_kernels import CONFIGS, heads_backward, heads_forward
 from kernels.attention.rotary import rotate
@@ -57,7 +57,10 @@ def qkv_heads_reference(
         before = F.pad(k[:-1, :, rotary:], (0, 0, 0, 0, 1, 0))
         k = torch.cat([k[..., :rotary], before.masked_fill(is_start[:, None, None], 0)], dim=-1)
     if value is not None:
-        v = v + value_mix_reference(seen, value.rows, value.gate)[..., None] * value.rows.view_as(v)
+        rows = value.rows
+        if value.where is not None:
+            rows = rows + F.embedding(value.where.index, value.where.table)
+        v = v + value_mix_reference(seen, rows, value.gate)[..., None] * rows.view_as(v)
     if ngrams is not None:
         first, others = v.split([ngrams.rows.size(1), heads - ngrams.rows.size(1)], 1)
         v = torch.cat([(first + ngrams.scale[:, None] * ngrams.rows).type_as(v), others], 1)
@@ -73,23 +76,26 @@ class QKVHeads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, qkv: Tensor, seen: Tensor | None, value_rows: Tensor | None, gate: Tensor | None,
-        ngram_rows: Tensor | None, positions: Positions, ngrams: NGramValues | None, shape: HeadShape, tuned,
+        ngram_rows: Tensor | None, where: Rows | None, positions: Positions, ngrams: NGramValues | None,
+        shape: HeadShape, tuned,
     ) -> Heads:
-        mix = None if value_rows is None else value_mix(seen, value_rows, gate)
+        rows = None if gate is None else ValueRows(value_rows, gate, where).source
+        mix = None if rows is None else value_mix(seen, rows, gate)
         ctx.save_for_backward(qkv, *positions, value_rows, mix, seen, gate)
-        ctx.ngrams, ctx.shape, ctx.tuned = ngrams, shape, tuned
-        return heads_forward(qkv, positions, value_rows, mix, ngrams, shape, tuned)
+        ctx.where, ctx.ngrams, ctx.shape, ctx.tuned = where, ngrams, shape, tuned
+        return heads_forward(qkv, positions, rows, mix, ngrams, shape, tuned)
 
     @staticmethod
     def backward(ctx, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | None, ...]:
         qkv, cos, sin, is_start, value_rows, mix, seen, gate = ctx.saved_tensors
         grads = q_grad, k_grad, leave_gradient(ctx.ngrams, v_grad)
         positions, seen_grad, gate_grad = Positions(cos, sin, is_start), None, None
+        rows = None if gate is None else ValueRows(value_rows, gate, ctx.where).source
         qkv_grad, rows_grad, mix_grad, _ = heads_backward(
-            grads, qkv, positions, value_rows, mix, ctx.shape, tuned=ctx.tuned)
+            grads, qkv, positions, rows, mix, ctx.shape, tuned=ctx.tuned)
         if rows_grad is not None:
-            seen_grad, gate_grad = value_mix_backward(mix_grad, mix, seen, value_rows, gate, rows_grad)
-        return qkv_grad, seen_grad, rows_grad, gate_grad, None, None, None, None, None
+            seen_grad, gate_grad = value_mix_backward(mix_grad, mix, seen, rows, gate, rows_grad)
+        return qkv_grad, seen_grad, rows_grad, gate_grad, None, None, None, None, None, None
 
 
 def qkv_heads(
@@ -105,9 +111,9 @@ def qkv_heads(
 
     Gradients for qkv, seen, the value's rows and gate, and through `ngrams`.
     """
-    value_rows, gate = (None, None) if value is None else value
+    value_rows, gate, where = value or (None, None, None)
     ngram_rows = None if ngrams is None else ngrams.rows
-    return QKVHeads.apply(qkv, seen, value_rows, gate, ngram_rows, positions, ngrams, shape, tuned)
+    return QKVHeads.apply(qkv, seen, value_rows, gate, ngram_rows, where, positions, ngrams, shape, tuned)
 
 
 def project_heads(
@@ -153,5 +159,6 @@ def odd_sizes(device: torch.device, dtype: torch.dtype) -> Iterator[HeadInputs]:
             ):
                 yield HeadInputs(
                     n, heads, qk_dim, head_dim, device, dtype, key_offset, value, 0, share, ODD_STARTS)
-    for n, heads, qk_dim, head_dim, ngrams in ((21, 2, 16, 32, 1), (9, 3, 32, 16, 3)):
-        yield HeadInputs(n, heads, qk_dim, head_dim, device, dtype, True, True, ngrams, starts=ODD_STARTS)
+    for n, heads, qk_dim, head_dim, ngrams, table in ((21, 2, 16, 32, 1, 0), (9, 3, 32, 16, 3, 5)):
+        yield HeadInputs(n, heads, qk_dim, head_dim, device, dtype, True, True, ngrams, starts=ODD_STARTS,
+                         table=table)

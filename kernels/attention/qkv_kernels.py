@@ -3,8 +3,8 @@
 Each is one pass. Forward reads Q, K, V and writes q, k, v: 453 MB for 49,152 tokens of 6 heads of 128
 channels in bf16. Backward reads Q, K and the gradients of q, k, v and writes the gradient of Q, K, V in one
 piece, as the next matmul wants it: 604 MB. At the bandwidth of one H200 these bytes take 108 and 145 µs; the
-two kernels together take 256. Value rows add 75 and 151 MB. Each head with n-gram rows adds 13 MB forward and
-nothing backward.
+two kernels together take 256. Value rows add 75 and 151 MB, less where they are read from their table. Each
+head with n-gram rows adds 13 MB forward and nothing backward.
 
 A program takes one head of a few tokens, with its Q, K and V. Norms are computed again in the backward pass
 instead of being kept. Nothing is rounded between norm and rotation, nor between the terms of v, where the
@@ -17,14 +17,14 @@ them.
 import torch
 from torch import Tensor
 
-from kernels.attention.inputs import HeadShape, Positions
+from kernels.attention.inputs import HeadShape, Positions, Rows
 from kernels.attention.rotary import angles, load_rotated
+from kernels.attention.value_gate import check_rows, row_of
 from kernels.backend import EPS, check, tl, triton
 from kernels.fp8.formats import E5M2, pairs
 from kernels.ngrams.shared_gradient import NGramValues, kernel_arguments
 
-# (tokens a program, warps), the first is used. With 8 tokens of 128 channels in 4 warps a thread has 16 bytes
-# of each row.
+# (tokens a program, warps), the first is used: of 128 channels a thread has 16 bytes of each row.
 CONFIGS = [(8, 4), (4, 2), (2, 1), (8, 2), (16, 8), (16, 4), (32, 8)]
 # (tokens a program, warps) of the backward kernel in FP8. Tokens are a multiple of 16; 32 fill a sector of a
 # transposed row. The first is used, or the second where queries and keys are narrower than values. Registers
@@ -63,7 +63,7 @@ def heads_kernel(
     HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):
     cos_ptr, sin_ptr, is_start_ptr = positions
-    rows_ptr, mix_ptr = value
+    rows_ptr, index_ptr, mix_ptr = value
     ngram_ptr, ngram_scale_ptr = ngrams
     q_ptr, k_ptr, v_ptr = outputs
     head, token, channel, value_channel = place(HEADS, TOKENS, QK_DIM, HEAD_DIM)
@@ -89,7 +89,8 @@ def heads_kernel(
     tl.store(k_ptr + out, k_rotated.to(k_ptr.dtype.element_ty), mask=inside)
     if VALUE:
         mix = tl.load(mix_ptr + token * HEADS + head, mask=live, other=0.0)[:, None]
-        v += mix * tl.load(rows_ptr + value_out, mask=inside, other=0.0).to(tl.float32)
+        row = rows_ptr + row_of(token, index_ptr, n)[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM
+        v += mix * tl.load(row + value_channel, mask=inside, other=0.0).to(tl.float32)
     if NGRAM_HEADS:  # the other heads read nothing and add zero
         ngram = ngram_ptr + token[:, None] * (NGRAM_HEADS * HEAD_DIM) + head * HEAD_DIM + value_channel
         ngram = tl.load(ngram, mask=inside & (head < NGRAM_HEADS), other=0.0).to(tl.float32)
@@ -123,7 +124,7 @@ def heads_backward_kernel(
     HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):
     cos_ptr, sin_ptr, is_start_ptr = positions
-    rows_ptr, mix_ptr = value
+    rows_ptr, index_ptr, mix_ptr = value
     q_grad_ptr, k_grad_ptr, v_grad_ptr = grads
     rows_grad_ptr, mix_grad_ptr = value_outputs
     head, token, channel, value_channel = place(HEADS, TOKENS, QK_DIM, HEAD_DIM)
@@ -152,15 +153,15 @@ def heads_backward_kernel(
     store_gradient(v_grad, v_column, outputs, token, n, WIDTH, LIMIT, HEADS, TOKENS)
     if VALUE:
         v_grad, mix_at = v_grad.to(tl.float32), token * HEADS + head
-        value_row = tl.load(rows_ptr + value_out, mask=inside, other=0.0).to(tl.float32)
+        row = rows_ptr + row_of(token, index_ptr, n)[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM
+        value_row = tl.load(row + value_channel, mask=inside, other=0.0).to(tl.float32)
         mix = tl.load(mix_ptr + mix_at, mask=live, other=0.0)[:, None]
         tl.store(rows_grad_ptr + value_out, (mix * v_grad).to(rows_grad_ptr.dtype.element_ty), mask=inside)
         tl.store(mix_grad_ptr + mix_at, tl.sum(v_grad * value_row, 1), mask=live)
 
 
-def constants(
-    qkv: Tensor, positions: Positions, value_rows: Tensor | None, mix: Tensor | None, shape: HeadShape
-) -> dict:
+def constants(qkv: Tensor, positions: Positions, rows: Rows | None, mix: Tensor | None,
+              shape: HeadShape) -> dict:
     """What both kernels are compiled for, after checking the shapes that they rely on."""
     qk_dim, head_dim, key_offset = shape
     cos, sin, is_start = positions
@@ -179,33 +180,33 @@ def constants(
               f"contiguous float32 ({n}, r), r of 1 to {qk_dim // 2}")
     check(is_start.shape == (n,) and is_start.dtype == torch.bool and is_start.is_contiguous(), "is_start",
           is_start, f"bool ({n},)")
-    if value_rows is not None:
-        width = heads * head_dim
-        check(value_rows.shape == (n, width) and value_rows.is_contiguous() and value_rows.dtype == qkv.dtype,
-              "value rows", value_rows, f"contiguous ({n}, {width}) {qkv.dtype}")
+    if rows is not None:
+        check_rows(rows, n, heads * head_dim)
+        check(rows.table.is_contiguous() and rows.table.dtype == qkv.dtype, "value rows", rows.table,
+              f"contiguous {qkv.dtype}")
         check(mix.shape == (n, heads) and mix.is_contiguous(), "mix", mix, f"contiguous ({n}, {heads})")
-    return dict(OFFSET=key_offset, VALUE=value_rows is not None, R=cos.size(1), HEADS=heads, EPS=EPS,
+    return dict(OFFSET=key_offset, VALUE=rows is not None, R=cos.size(1), HEADS=heads, EPS=EPS,
                 QK_DIM=qk_dim, HEAD_DIM=head_dim)
 
 
 def heads_forward(
     qkv: Tensor,  # (n, heads (2 qk_dim + head_dim))
     positions: Positions,
-    value_rows: Tensor | None,  # (n, heads head_dim)
+    rows: Rows | None,  # (n, heads head_dim): the value rows
     mix: Tensor | None,  # (n, heads) float32, from `value_mix`: how much of its value row each head takes
     ngrams: NGramValues | None,
     shape: HeadShape,
     tuned: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k (n, heads, qk_dim) and v (n, heads, head_dim) = V + mix · value rows + scale · n-gram rows."""
-    compiled_for = constants(qkv, positions, value_rows, mix, shape)
+    compiled_for = constants(qkv, positions, rows, mix, shape)
     (tokens, warps), n, heads = tuned or CONFIGS[0], len(qkv), compiled_for["HEADS"]
     dims = shape.qk_dim, shape.qk_dim, shape.head_dim
     q, k, v = (torch.empty(n, heads, dim, dtype=qkv.dtype, device=qkv.device) for dim in dims)
     ngram_rows, ngram_scale, ngram_heads = kernel_arguments(ngrams, v)
     if n:
         heads_kernel[triton.cdiv(n, tokens) * heads,](
-            qkv, tuple(positions), (value_rows, mix), (ngram_rows, ngram_scale), (q, k, v), n,
+            qkv, tuple(positions), (*(rows or (None, None)), mix), (ngram_rows, ngram_scale), (q, k, v), n,
             NGRAM_HEADS=ngram_heads, **compiled_for, TOKENS=tokens, num_warps=warps)
     return q, k, v
 
@@ -214,18 +215,18 @@ def heads_backward(
     grads: tuple[Tensor, Tensor, Tensor],  # of q, k (n, heads, qk_dim) and v (n, heads, head_dim)
     qkv: Tensor,
     positions: Positions,
-    value_rows: Tensor | None,
+    rows: Rows | None,
     mix: Tensor | None,
     shape: HeadShape,
     scale: Tensor | None = None,  # one float32: the gradient of qkv is then written in FP8, over this scale
     tuned: tuple[int, int] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of qkv, value_rows and mix; and the transpose of qkv's gradient, None without a scale.
+    """The gradients of qkv, value rows and mix; and the transpose of qkv's gradient, None without a scale.
 
     In FP8 the gradient is float8_e5m2, saturated, and its transpose is in the order of
     `kernels.fp8.formats.paired`.
     """
-    compiled_for, n = constants(qkv, positions, value_rows, mix, shape), len(qkv)
+    compiled_for, n = constants(qkv, positions, rows, mix, shape), len(qkv)
     tokens, warps = tuned or (CONFIGS[0] if scale is None else FP8_CONFIGS[shape.qk_dim < shape.head_dim])
     heads, dims = compiled_for["HEADS"], (shape.qk_dim, shape.qk_dim, shape.head_dim)
     grads = tuple(grad.contiguous() for grad in grads)
@@ -234,7 +235,8 @@ def heads_backward(
     one_float = scale is None or scale.numel() == 1 and scale.dtype == torch.float32
     check(one_float and (scale is None or n % 16 == tokens % 16 == 0), "qkv", qkv,
           "of a multiple of 16 tokens, in blocks of such, and the scale one float32, for its gradient in FP8")
-    grad, rows_grad, mix_grad = (None if x is None else torch.empty_like(x) for x in (qkv, value_rows, mix))
+    grad, mix_grad = (None if x is None else torch.empty_like(x) for x in (qkv, mix))
+    rows_grad = None if rows is None else qkv.new_empty(n, heads * shape.head_dim)
     transposed = by_pairs = None
     if scale is not None:
         grad = torch.empty(qkv.shape, dtype=E5M2, device=qkv.device)
@@ -242,7 +244,7 @@ def heads_backward(
         by_pairs = transposed.view(torch.int16)
     if n:
         heads_backward_kernel[triton.cdiv(n, tokens) * heads,](
-            qkv, tuple(positions), (value_rows, mix), grads, (grad, by_pairs, scale), (rows_grad, mix_grad),
-            n, LIMIT=None if qkv.is_cuda else torch.finfo(E5M2).max, **compiled_for, TOKENS=tokens,
-            num_warps=warps)
+            qkv, tuple(positions), (*(rows or (None, None)), mix), grads, (grad, by_pairs, scale),
+            (rows_grad, mix_grad), n, LIMIT=None if qkv.is_cuda else torch.finfo(E5M2).max, **compiled_for,
+            TOKENS=tokens, num_warps=warps)
     return grad, rows_grad, mix_grad, transposed

@@ -10,16 +10,28 @@ gradient is summed by blocks of tokens in a fixed order, so repeated runs are eq
 Value embeddings: arXiv 2410.17897 (value residuals, @Grad62304977 in the modded-nanogpt speedrun), and as
 tables of their own by @KoszarskyB, who made them a record there.
 """
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.attention.inputs import Rows, ValueRows
 from kernels.backend import check, tl, triton
+from kernels.embedding.rows import RowOrder, lookup, lookup_later
 from kernels.example import Example
 
 TOKENS, WARPS = 128, 4  # of a program
+
+
+def value_rows(look_up: Callable, table: Tensor, order: RowOrder, gate: Tensor) -> ValueRows:
+    """Each token's row of `table`, read by `look_up`. `order` is of the tokens (n,); `gate`: see `ValueRows`.
+
+    For `embedding.lookup` nothing is read here: the kernels that make v read the table itself.
+    """
+    if look_up is lookup:
+        return ValueRows(lookup_later(table, order), gate, Rows(table.detach(), order.index))
+    return ValueRows(look_up(table, order), gate)
 
 
 def value_mix_reference(seen: Tensor, rows: Tensor, gate: Tensor) -> Tensor:
@@ -29,26 +41,35 @@ def value_mix_reference(seen: Tensor, rows: Tensor, gate: Tensor) -> Tensor:
 
 
 @triton.jit
+def row_of(token, index_ptr, n):
+    """The row of each token (TOKENS,) int64; `index_ptr` None: its own number."""
+    if index_ptr is not None:
+        token = tl.load(index_ptr + token, mask=token < n, other=0).to(tl.int64)
+    return token
+
+
+@triton.jit
 def load_gate_inputs(
-    seen_ptr, rows_ptr, n, factor, seen_stride, rows_stride,
+    seen_ptr, rows_ptr, index_ptr, n, factor, seen_stride, rows_stride,
     HALF: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):
     """The tokens (TOKENS, 1), the channels (1, CHANNELS), and what the gate sees of x and of the row."""
-    token = (tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    row, token = row_of(token, index_ptr, n)[:, None], token[:, None]
     channel = tl.arange(0, CHANNELS)[None, :]
     inside = (token < n) & (channel < HALF)
     seen = factor * tl.load(seen_ptr + token * seen_stride + channel, mask=inside, other=0.0).to(tl.float32)
-    row = tl.load(rows_ptr + token * rows_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    row = tl.load(rows_ptr + row * rows_stride + channel, mask=inside, other=0.0).to(tl.float32)
     return token, channel, seen, row
 
 
 @triton.jit
 def value_mix_kernel(
-    seen_ptr, rows_ptr, gate_ptr, mix_ptr, kept_ptr, n, factor, seen_stride, rows_stride,
+    seen_ptr, rows_ptr, index_ptr, gate_ptr, mix_ptr, kept_ptr, n, factor, seen_stride, rows_stride,
     HEADS: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):
     token, channel, seen, row = load_gate_inputs(
-        seen_ptr, rows_ptr, n, factor, seen_stride, rows_stride, HALF, CHANNELS, TOKENS)
+        seen_ptr, rows_ptr, index_ptr, n, factor, seen_stride, rows_stride, HALF, CHANNELS, TOKENS)
     if kept_ptr is not None:
         kept = seen.to(kept_ptr.dtype.element_ty)
         tl.store(kept_ptr + token * HALF + channel, kept, mask=(token < n) & (channel < HALF))
@@ -62,13 +83,13 @@ def value_mix_kernel(
 
 @triton.jit
 def value_mix_backward_kernel(
-    mix_grad_ptr, mix_ptr, seen_ptr, rows_ptr, gate_ptr, seen_grad_ptr, rows_grad_ptr, gate_grad_ptr,
-    n, strides,
+    mix_grad_ptr, mix_ptr, seen_ptr, rows_ptr, index_ptr, gate_ptr, seen_grad_ptr, rows_grad_ptr,
+    gate_grad_ptr, n, strides,
     ADD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
 ):
     seen_stride, rows_stride, seen_grad_stride, rows_grad_stride = strides
     token, channel, seen, row = load_gate_inputs(
-        seen_ptr, rows_ptr, n, 1.0, seen_stride, rows_stride, HALF, CHANNELS, TOKENS)
+        seen_ptr, rows_ptr, index_ptr, n, 1.0, seen_stride, rows_stride, HALF, CHANNELS, TOKENS)
     inside = (token < n) & (channel < HALF)
     seen_grad_at = seen_grad_ptr + token * seen_grad_stride + channel
     row_grad_at = rows_grad_ptr + token * rows_grad_stride + channel
@@ -90,10 +111,20 @@ def value_mix_backward_kernel(
     tl.store(row_grad_at, row_grad.to(rows_grad_ptr.dtype.element_ty), mask=inside)
 
 
-def constants(seen: Tensor, rows: Tensor, gate: Tensor) -> dict[str, int]:
+def check_rows(rows: Rows, n: int, width: int | None = None) -> None:
+    """ValueError unless there is a row of so many columns (None: of any number) for each of n tokens."""
+    table, index = rows
+    check(table.ndim == 2 and table.stride(1) == 1 and width in (None, table.size(1)), "value rows", table,
+          f"({n if index is None else 'rows'}, {width or 'width'}) with contiguous rows")
+    check(index is not None or len(table) == n, "value rows", table, f"{n} rows")
+    check(index is None or index.shape == (n,) and index.is_contiguous() and not index.is_floating_point(),
+          "index", index, f"({n},) integers, contiguous")
+
+
+def constants(seen: Tensor, rows: Rows, gate: Tensor) -> dict[str, int]:
     """What both kernels are compiled for, after checking the shapes that they rely on."""
-    check(rows.ndim == 2 and rows.stride(1) == 1, "value rows", rows, "(n, width) with contiguous rows")
-    n, width = rows.shape
+    check_rows(rows, len(seen))
+    n, width = len(seen), rows.table.size(1)
     check(seen.ndim == 2 and len(seen) == n and 0 < seen.size(1) <= width and seen.stride(1) == 1,
           "seen", seen, f"({n}, channels) with contiguous rows of at most {width} channels")
     channels = seen.size(1)
@@ -106,7 +137,7 @@ def constants(seen: Tensor, rows: Tensor, gate: Tensor) -> dict[str, int]:
 
 def value_mix(
     seen: Tensor,  # (n, channels), rows contiguous: what the gate sees of x
-    rows: Tensor,  # (n, width), rows contiguous: the value rows, of which the gate sees as many channels
+    rows: Rows,  # (n, width), rows contiguous: the value rows, of which the gate sees as many channels
     gate: Tensor,  # (heads, 2 channels) float32, contiguous
     factor: float = 1.0,  # multiplies `seen`, which may be FP8
     kept: Tensor | None = None,  # (n, channels), contiguous: receives factor · seen, for the backward pass
@@ -118,7 +149,8 @@ def value_mix(
     mix = torch.empty(len(seen), len(gate), dtype=torch.float32, device=seen.device)
     if len(seen):
         value_mix_kernel[triton.cdiv(len(seen), TOKENS),](
-            seen, rows, gate, mix, kept, len(seen), factor, seen.stride(0), rows.stride(0), **compiled_for)
+            seen, *rows, gate, mix, kept, len(seen), factor, seen.stride(0), rows.table.stride(0),
+            **compiled_for)
     return mix
 
 
@@ -126,15 +158,16 @@ def value_mix_backward(
     mix_grad: Tensor,  # (n, heads) float32, contiguous
     mix: Tensor,  # (n, heads) from `value_mix`
     seen: Tensor,
-    rows: Tensor,
+    rows: Rows,
     gate: Tensor,
     rows_grad: Tensor,  # (n, width), rows contiguous: the gradient of rows is added to it in place
     seen_grad: Tensor | None = None,  # (n, channels), rows contiguous: the gradient is added to it in place
 ) -> tuple[Tensor, Tensor]:
     """The gradients of seen (`seen_grad`, if given) and of gate. The gradient of rows is in `rows_grad`."""
     compiled_for, n = constants(seen, rows, gate), len(seen)
-    check(rows_grad.shape == rows.shape and rows_grad.stride(1) == 1, "rows_grad", rows_grad,
-          f"{tuple(rows.shape)} with contiguous rows")
+    shape = n, rows.table.size(1)
+    check(rows_grad.shape == shape and rows_grad.stride(1) == 1, "rows_grad", rows_grad,
+          f"{shape} with contiguous rows")
     for name, tensor in (("mix_grad", mix_grad), ("mix", mix)):
         check(tensor.shape == (n, len(gate)) and tensor.is_contiguous(), name, tensor,
               f"contiguous ({n}, {len(gate)})")
@@ -146,9 +179,9 @@ def value_mix_backward(
     # Each block of tokens makes its part of the gate's gradient.
     gate_grad = torch.empty(blocks, *gate.shape, dtype=torch.float32, device=gate.device)
     if n:
-        strides = tuple(x.stride(0) for x in (seen, rows, seen_grad, rows_grad))
+        strides = tuple(x.stride(0) for x in (seen, rows.table, seen_grad, rows_grad))
         value_mix_backward_kernel[blocks,](
-            mix_grad, mix, seen, rows, gate, seen_grad, rows_grad, gate_grad, n, strides,
+            mix_grad, mix, seen, *rows, gate, seen_grad, rows_grad, gate_grad, n, strides,
             ADD=add, **compiled_for)
     return seen_grad, gate_grad.sum(0)
 
@@ -162,8 +195,8 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         return seen, rows, gate, mix_grad
 
     def kernel(seen: Tensor, rows: Tensor, gate: Tensor, mix_grad: Tensor) -> tuple[Tensor, ...]:
-        mix, rows_grad = value_mix(seen, rows, gate), torch.zeros_like(rows)
-        return mix, *value_mix_backward(mix_grad, mix, seen, rows, gate, rows_grad), rows_grad
+        mix, rows_grad = value_mix(seen, Rows(rows), gate), torch.zeros_like(rows)
+        return mix, *value_mix_backward(mix_grad, mix, seen, Rows(rows), gate, rows_grad), rows_grad
 
     def reference(seen: Tensor, rows: Tensor, gate: Tensor, mix_grad: Tensor) -> tuple[Tensor, ...]:
         leaves = [x.detach().requires_grad_() for x in (seen, rows, gate)]

@@ -145,6 +145,26 @@ class Lookup(torch.autograd.Function):
         return None, None, None, None
 
 
+class LookupLater(Lookup):
+    @staticmethod
+    def forward(ctx, table: Tensor, order: RowOrder) -> Tensor:
+        ctx.table, ctx.order, ctx.grad = table, order, None
+        return table.new_zeros(1).expand(len(order.index), table.size(1))
+
+    @staticmethod
+    def backward(ctx, rows_grad: Tensor) -> tuple[None, ...]:
+        return Lookup.backward(ctx, rows_grad)[:2]
+
+
+def lookup_later(table: Tensor, order: RowOrder) -> Tensor:
+    """Zeros (n, width), of which only one is in memory: a kernel reads the rows from the table itself.
+
+    The gradient of the zeros is that of the rows, and goes where `lookup` would bring it.
+    """
+    check(table.is_leaf, "table", table, "a leaf, which gets the gradient")
+    return LookupLater.apply(table, order)
+
+
 def lookup(
     table: Tensor,  # (rows, width) with contiguous rows, at most 2³⁰ of them
     order: RowOrder,  # of (n,) row numbers

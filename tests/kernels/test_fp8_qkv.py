@@ -30,7 +30,7 @@ ON_CPU = DEVICE.type == "cpu"
 
 def plain_heads_backward(grads, qkv, positions, seen, value, shape, scale):
     """Those of qkv over `scale` in FP8 with its paired transpose, of seen, and of value rows and gate."""
-    leaves = [x.detach().requires_grad_() for x in (qkv, seen, *(value or ())) if x is not None]
+    leaves = [x.detach().requires_grad_() for x in (qkv, seen, *(value or ())[:2]) if x is not None]
     with torch.enable_grad():
         qkv, seen, value = leaves[0], *((leaves[1], ValueRows(*leaves[2:])) if value else (None, None))
         out = qkv_heads_reference(qkv, positions, seen, value, None, shape)
@@ -75,7 +75,7 @@ class PlainFP8Heads(torch.autograd.Function):
 
 def plain_qkv_fp8(x, projection, positions, value, ngrams, shape):
     x, *x8 = x if isinstance(x, Quantized) else (x,)
-    tensors = x, projection.weight, projection.scale, *(value or (None, None))
+    tensors = x, projection.weight, projection.scale, *(value or (None, None))[:2]
     ngram_rows = None if ngrams is None else ngrams.rows
     return PlainFP8Heads.apply(*tensors, x8, positions, ngrams, shape, ngram_rows)
 
@@ -92,7 +92,7 @@ def test_gradient_of_qkv_in_fp8_both_ways(n, heads, dims, key_offset):
     """Rows and transpose hold the same bits, near the reference's, and every one of them is written."""
     scale = torch.tensor(2.0 ** -12, device=DEVICE)
     qkv, positions, seen, value, _, shape, grads = sized(n, heads, dims, True, key_offset).from_qkv()
-    inputs = qkv * 0.3, positions, value.rows, value_mix(seen, *value), shape
+    inputs = qkv * 0.3, positions, value.source, value_mix(seen, value.source, value.gate), shape
     grad, *others, nothing = heads_backward(grads, *inputs)
     plain, plain_transposed, _ = plain_heads_backward(grads, inputs[0], positions, seen, value, shape, scale)
     assert nothing is None and same_bits(plain_transposed, paired(plain.T))
@@ -136,7 +136,7 @@ def inputs_of(size: HeadInputs) -> list:
 def results(function, x, projection, positions, value, ngrams, shape, grads) -> list[torch.Tensor]:
     """q, k, v and the gradients of x, weight, scale, and of the value's rows and gate where they are."""
     weight, scale, *_ = projection
-    leaves = [leaf.detach().requires_grad_() for leaf in (x, weight, scale, *(value or ()))]
+    leaves = [leaf.detach().requires_grad_() for leaf in (x, weight, scale, *(value or ())[:2])]
     value = ValueRows(*leaves[3:]) if value else None
     out = function(leaves[0], Projection(*leaves[1:3]), positions, value, ngrams, shape)
     assert all(y.is_contiguous() for y in out)

@@ -6,11 +6,12 @@ import torch
 from checks import DEVICE, DTYPE, DTYPES, assert_as_exact_as_pytorch, error, random, same_bits
 
 from kernels.attention.example_inputs import HeadInputs, both_ways
-from kernels.attention.inputs import HeadShape, Positions, Projection, ValueRows
+from kernels.attention.inputs import HeadShape, Positions, Projection, Rows, ValueRows
 from kernels.attention.output import scaled_linear
 from kernels.attention.qkv import project_heads, qkv_heads, qkv_heads_reference
 from kernels.attention.qkv_kernels import CONFIGS, heads_backward, heads_forward
-from kernels.attention.value_gate import value_mix
+from kernels.attention.value_gate import value_mix, value_rows
+from kernels.embedding import lookup, sort_rows
 from kernels.example import in_double
 from kernels.gradients import Gradient
 from kernels.ngrams.shared_gradient import NGramValues, share_values, share_values_reference
@@ -28,11 +29,11 @@ def sized(n, heads, dims, value, key_offset=True, dtype=DTYPE, starts=(0, 7, 8, 
 def test_where_blocks_of_tokens_end_changes_nothing(dims, dtype):
     """The key offset reaches from one block into the next. The first token is a start, said or not."""
     _, _, seen, value, *_, grads = sized(21, 2, dims, True, dtype=dtype).from_qkv()
-    mix, results = value_mix(seen, *value), []
+    mix, results = value_mix(seen, value.source, value.gate), []
     for tuned in ((1, 1), (4, 1), (8, 4), (32, 8)):
         torch.manual_seed(1)
         size = sized(21, 2, dims, True, dtype=dtype, starts=(0, 4, 5, 16) if tuned[0] > 4 else (4, 5, 16))
-        inputs = size.random(21, size.columns), size.positions(), value.rows, mix
+        inputs = size.random(21, size.columns), size.positions(), value.source, mix
         q_k_v = heads_forward(*inputs, None, size.shape, tuned)
         results.append([*q_k_v, *heads_backward(grads, *inputs, size.shape, tuned=tuned)[:3]])
     for other in results[1:]:
@@ -45,7 +46,7 @@ def test_qkv_heads_reference_is_what_it_says(head_dim, starts):
     """Each token's q, k and v by hand, and all gradients by finite differences, in float64."""
     size = sized(6, 2, (8, head_dim), True, dtype=torch.float64, starts=starts)
     qkv, positions, seen, value, _, shape, _ = in_double(size.from_qkv())
-    (cos, sin, is_start), (rows, gate) = positions, value
+    (cos, sin, is_start), (rows, gate, _) = positions, value
     q, k, v = qkv_heads_reference(qkv, positions, seen, value, None, shape)
     for token in range(6):
         for head in range(2):
@@ -65,7 +66,7 @@ def test_qkv_heads_reference_is_what_it_says(head_dim, starts):
     def heads(qkv, seen, *value):
         return qkv_heads_reference(qkv, positions, seen, ValueRows(*value), None, shape)
 
-    assert torch.autograd.gradcheck(heads, [x.detach().requires_grad_() for x in (qkv, seen, *value)])
+    assert torch.autograd.gradcheck(heads, [x.detach().requires_grad_() for x in (qkv, seen, rows, gate)])
 
 
 def layers_with_ngrams(functions, layers: list, shared: list, repeat: bool = False) -> list[torch.Tensor]:
@@ -79,7 +80,7 @@ def layers_with_ngrams(functions, layers: list, shared: list, repeat: bool = Fal
     rows, scales = shared = [x.detach().clone().requires_grad_() for x in shared]
     wanted, outs, grads = [*shared], [], []
     for (qkv, positions, seen, value, _, shape, of_layer), ngrams in zip(layers, share(1 * rows, scales)):
-        leaves = [x.detach().requires_grad_() for x in (qkv, seen, *(value or ())) if x is not None]
+        leaves = [x.detach().requires_grad_() for x in (qkv, seen, *(value or ())[:2]) if x is not None]
         qkv, seen, value = leaves[0], leaves[1] if value else None, ValueRows(*leaves[2:]) if value else None
         out = function(qkv, positions, seen, value, ngrams, shape)
         outs, grads = [*outs, *out[:len(of_layer)]], [*grads, *(g.to(out[0]) for g in of_layer)]
@@ -113,6 +114,26 @@ def test_ngram_rows_in_the_values_of_all_layers(n, heads, dims, count, key_offse
         assert all(map(torch.equal, ours, layers_with_ngrams(by_kernels, layers, shared, repeat)))
 
 
+@pytest.mark.parametrize("dims, dtype", [((16, 16), DTYPES[0]), ((8, 16), DTYPES[-1])])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_value_rows_are_read_where_they_are(dims, dtype, index):
+    """The same bits as from gathered rows, and the table's gradient is that of `lookup`."""
+    size = sized(37, 3, dims, True, dtype=dtype)
+    qkv, positions, seen, (_, gate, _), _, shape, grads = size.from_qkv()
+    order = sort_rows(torch.randint(5, (37,), device=DEVICE).to(index))
+    found = []
+    for look_up in (lookup, lambda table, order: lookup(table, order)):
+        torch.manual_seed(3)
+        table = random(5, size.width, dtype=dtype).requires_grad_()
+        leaves = [x.detach().clone().requires_grad_() for x in (qkv, seen, gate)]
+        value = value_rows(look_up, table, order, leaves[2])
+        assert (value.where is None) == (look_up is not lookup)
+        out = qkv_heads(leaves[0], positions, leaves[1], value, None, shape)
+        torch.autograd.backward(out, [g.to(x) for g, x in zip(grads, out)])
+        found.append([*out, *(x.grad for x in leaves), table.grad])
+    assert found[0][-1].any() and all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("value", [False, True])
 def test_ngram_rows_reach_no_other_head(value):
     """In every configuration."""
@@ -120,7 +141,8 @@ def test_ngram_rows_reach_no_other_head(value):
     qkv, positions, seen, value_rows, _, shape, _ = size.from_qkv()
     rows, scales = random(13, 2, 32), torch.randn(1, 2, device=DEVICE)
     plain = qkv_heads(qkv, positions, seen, value_rows, None, shape)
-    value_inputs = (value_rows.rows, value_mix(seen, *value_rows)) if value else (None, None)
+    source = value_rows.source if value else None
+    value_inputs = source, value_mix(seen, source, value_rows.gate) if value else None
     wanted = plain[2][:, :2].double() + rows.double() * scales[0, :, None].double()
     for tuned in CONFIGS:
         q, k, v = heads_forward(qkv, positions, *value_inputs, NGramValues(rows, scales[0]), shape, tuned)
@@ -179,8 +201,13 @@ def test_qkv_heads_refuse_what_they_cannot_do():
     for dims in ((12, 12), (96, 96), (64, 64), (18, 12), (16, 32), (32, 16)):
         with pytest.raises(ValueError, match="powers of two"):
             heads(**good, shape=HeadShape(*dims, False))
+    whole = torch.zeros(20, dtype=torch.int32, device=DEVICE)
+    for index in (whole[:9], whole[:10].float(), whole[::2]):
+        with pytest.raises(ValueError, match="index must be"):
+            qkv_heads(qkv, positions, seen, ValueRows(rows, gate, Rows(rows, index)), None, shape)
     with pytest.raises(ValueError, match="grad must be"):
-        heads_backward([random(9, 2, 16)] * 3, qkv, positions, rows, value_mix(seen, rows, gate), shape)
+        mix = value_mix(seen, Rows(rows), gate)
+        heads_backward([random(9, 2, 16)] * 3, qkv, positions, Rows(rows), mix, shape)
 
 
 @pytest.mark.parametrize("heads", [qkv_heads, qkv_heads_reference])
