@@ -82,6 +82,8 @@ def test_a_document_of_which_nothing_is_left_goes_with_its_start():
         starts = np.flatnonzero(kept == START)
         assert len(starts) == 1 + (len(kept) > 51) and starts[-1] == len(kept) - 51
         lengths.append(len(kept))
+        kept = repeats.drop(np.concatenate([new[:1], words(50, seed + 100), old]), START)      # at the end
+        assert kept[-1] != START and 51 <= len(kept) < 80
     assert 5 < lengths.count(51) < 35 and max(lengths) < 80
 
 
