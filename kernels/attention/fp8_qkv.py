@@ -54,31 +54,29 @@ class FP8Heads(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, x: Tensor, weight: Tensor, scale: Tensor, value_rows: Tensor | None, gate: Tensor | None,
-        ngram_rows: Tensor | None, where: Rows | None, x8: tuple[Tensor, ...], projection: Projection,
+        ngram_rows: Tensor | None, rows: Rows | None, x8: tuple[Tensor, ...], projection: Projection,
         positions: Positions, ngrams: NGramValues | None, shape: HeadShape,
     ) -> Heads:
         (weight8, weight8_transposed, *_), learned_scale, x_scale, grad_scale = projection.fp8
-        seen = mix = rows = None
-        if gate is not None:  # it sees x, or what FP8 left of it
-            rows = ValueRows(value_rows, gate, where).source
+        seen = mix = None
+        if rows is not None:  # the gate sees x, or what FP8 left of it
             first = (x8[0] if x8 else x)[:, :gate.size(1) // 2]
             seen = torch.empty(first.shape, dtype=x.dtype, device=x.device)
             mix = value_mix(first, rows, gate, normed_scale(x.size(1)) if x8 else 1.0, seen)
         x8, x8_transposed = x8 or quantize(x, x_scale, both=True, in_pairs=True)
         qkv = fp8_matmul(x8, weight8.T, x_scale, learned_scale, fast=True).type_as(x)
         ctx.save_for_backward(
-            qkv, *positions, value_rows, gate, mix, seen, x8_transposed, weight, weight8_transposed, scale,
-            x_scale, grad_scale, learned_scale)
-        ctx.grad, ctx.where, ctx.ngrams, ctx.shape = projection.grad, where, ngrams, shape
+            qkv, *positions, *(rows or (None, None)), gate, mix, seen, x8_transposed, weight,
+            weight8_transposed, scale, x_scale, grad_scale, learned_scale)
+        ctx.grad, ctx.ngrams, ctx.shape = projection.grad, ngrams, shape
         return heads_forward(qkv, positions, rows, mix, ngrams, shape)
 
     @staticmethod
     def backward(ctx, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | None, ...]:
-        (qkv, cos, sin, is_start, value_rows, gate, mix, seen, x8_transposed, weight, weight8_transposed,
+        (qkv, cos, sin, is_start, table, index, gate, mix, seen, x8_transposed, weight, weight8_transposed,
          scale, x_scale, grad_scale, learned_scale) = ctx.saved_tensors
         grads, gate_grad = (q_grad, k_grad, leave_gradient(ctx.ngrams, v_grad)), None
-        positions = Positions(cos, sin, is_start)
-        rows = None if gate is None else ValueRows(value_rows, gate, ctx.where).source
+        positions, rows = Positions(cos, sin, is_start), None if table is None else Rows(table, index)
         grad8, rows_grad, mix_grad, grad8_transposed = heads_backward(
             grads, qkv, positions, rows, mix, ctx.shape, grad_scale)
         x_grad = fp8_matmul(grad8, weight8_transposed.T, grad_scale, learned_scale, fast=False).type_as(qkv)
@@ -124,9 +122,9 @@ def qkv_fp8(
     if fp8 is None:
         weight8, = fp8_weights((weight.detach(),))
         projection = projection._replace(fp8=qkv_weight(weight8, scale, weight.size(1)))
-    value_rows, gate, where = value or (None, None, None)
+    value_rows, gate, rows = (None,) * 3 if value is None else (value.rows, value.gate, value.source)
     ngram_rows = None if ngrams is None else ngrams.rows
-    return FP8Heads.apply(x, weight, scale, value_rows, gate, ngram_rows, where, tuple(x8), projection,
+    return FP8Heads.apply(x, weight, scale, value_rows, gate, ngram_rows, rows, tuple(x8), projection,
                           positions, ngrams, shape)
 
 

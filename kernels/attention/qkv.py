@@ -68,29 +68,29 @@ def qkv_heads_reference(
 
 
 class QKVHeads(torch.autograd.Function):
-    """Autograd sees only tensors that are arguments themselves, so forward gets the rows of `ngrams` twice.
+    """Autograd sees only tensors that are arguments themselves, so forward gets the rows of `ngrams` and of a
+    value twice.
 
-    Backward returns None for these rows. `leave_gradient` stores this layer's gradient of them, and
+    Backward returns None for the n-gram rows. `leave_gradient` stores this layer's gradient of them, and
     `share_values` sums the gradients of all layers.
     """
     @staticmethod
     def forward(
         ctx, qkv: Tensor, seen: Tensor | None, value_rows: Tensor | None, gate: Tensor | None,
-        ngram_rows: Tensor | None, where: Rows | None, positions: Positions, ngrams: NGramValues | None,
+        ngram_rows: Tensor | None, rows: Rows | None, positions: Positions, ngrams: NGramValues | None,
         shape: HeadShape, tuned,
     ) -> Heads:
-        rows = None if gate is None else ValueRows(value_rows, gate, where).source
         mix = None if rows is None else value_mix(seen, rows, gate)
-        ctx.save_for_backward(qkv, *positions, value_rows, mix, seen, gate)
-        ctx.where, ctx.ngrams, ctx.shape, ctx.tuned = where, ngrams, shape, tuned
+        ctx.save_for_backward(qkv, *positions, *(rows or (None, None)), mix, seen, gate)
+        ctx.ngrams, ctx.shape, ctx.tuned = ngrams, shape, tuned
         return heads_forward(qkv, positions, rows, mix, ngrams, shape, tuned)
 
     @staticmethod
     def backward(ctx, q_grad: Tensor, k_grad: Tensor, v_grad: Tensor) -> tuple[Tensor | None, ...]:
-        qkv, cos, sin, is_start, value_rows, mix, seen, gate = ctx.saved_tensors
+        qkv, cos, sin, is_start, table, index, mix, seen, gate = ctx.saved_tensors
         grads = q_grad, k_grad, leave_gradient(ctx.ngrams, v_grad)
         positions, seen_grad, gate_grad = Positions(cos, sin, is_start), None, None
-        rows = None if gate is None else ValueRows(value_rows, gate, ctx.where).source
+        rows = None if table is None else Rows(table, index)
         qkv_grad, rows_grad, mix_grad, _ = heads_backward(
             grads, qkv, positions, rows, mix, ctx.shape, tuned=ctx.tuned)
         if rows_grad is not None:
@@ -111,9 +111,9 @@ def qkv_heads(
 
     Gradients for qkv, seen, the value's rows and gate, and through `ngrams`.
     """
-    value_rows, gate, where = value or (None, None, None)
+    value_rows, gate, rows = (None,) * 3 if value is None else (value.rows, value.gate, value.source)
     ngram_rows = None if ngrams is None else ngrams.rows
-    return QKVHeads.apply(qkv, seen, value_rows, gate, ngram_rows, where, positions, ngrams, shape, tuned)
+    return QKVHeads.apply(qkv, seen, value_rows, gate, ngram_rows, rows, positions, ngrams, shape, tuned)
 
 
 def project_heads(
