@@ -1035,7 +1035,7 @@ class Trainer:
         batches = [self.prepared(batch) for batch in batches]
         if step.kind in self.graphs:
             graph, inputs = self.graphs[step.kind]
-            into, given = ([x for batch in side for x in batch[:-1]] for side in (inputs, batches))
+            into, given = ([x for batch in side for x in batch.tensors] for side in (inputs, batches))
             torch._foreach_copy_(into, given)
             graph.replay()
         else:

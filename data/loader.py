@@ -23,7 +23,7 @@ MEASURED = 64       # steps of validation text that the bounds of a batch are ta
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
 # Before the run only the validation text tells how much text the cuts drop. If by that a schedule reads more
 # text than there is, by more than this share, the run is refused. If by less, the text may still end before
-# the run does. How much `drop_repeats` leaves out is not known before.
+# the run does. How much `drop_repeats` leaves out is not known before: this much at most, it is assumed.
 LACKING = 0.05
 
 
@@ -55,7 +55,7 @@ class StepShape(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Sequences packed end to end. All but `max_length` are tensors, of one type: one kernel copies them."""
+    """Sequences packed end to end. Tensors are of one type, because one kernel copies them all."""
     tokens: Tensor          # (n,) int32
     targets: Tensor         # (n,) int32: the next token; -1 is not scored
     cu_seqlens: Tensor      # (most sequences + 1,) int32: where each sequence starts, then n to the end
@@ -64,6 +64,11 @@ class Batch(NamedTuple):
     weights: Tensor         # like `candidates`: the bits, int32, of each one's float32 weight in sums
     rows: Tensor            # (n · rows a token,) int32: what tokens read of the n-gram table; (0,): not known
     max_length: int         # no sequence is longer
+    readings_left: int = 0  # how often the text is read again in later steps, at most
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self[:-2]
 
     @property
     def sample(self) -> tuple[Tensor, Tensor]:
@@ -221,6 +226,9 @@ class Loader:
             lasting = int(np.searchsorted(each.cumsum(), text * settings.epochs, "right"))
             if lasting < len(shapes) and settings.epochs > 0:
                 raise ShardError(self.plan.too_few(lasting, how))
+        # For each step, how often its text is read again later. For a few steps that is one too many.
+        left = (read[::-1].cumsum()[::-1] - 1) // (total * (1 - LACKING))
+        self.readings_left = left.clip(0, max(settings.epochs - 1, 0)).astype(int).tolist()
 
     def rehearsal(self, shapes: Seq[StepShape]) -> "Loader":
         """Batches of the same form from the validation text, again and again if it is short."""
@@ -260,6 +268,7 @@ class Loader:
         for i in range(self.rank * on_each, (self.rank + 1) * on_each):
             sequences = self.plan.sequences(self.plan.of(index)[i], shape.sequence_length)
             batch = make_batch(sequences, n, self.most(shape), shape.sequence_length, settings.document_start)
+            batch = batch._replace(readings_left=self.readings_left[index])
             if importance:
                 generator = np.random.default_rng([settings.seed % 2**32, index, i])
                 parts = (x.numpy().reshape(parts_of(settings, shape), -1) for x in batch[:2])
@@ -350,7 +359,7 @@ class Room:
     def bring(self, batches: list[Batch], stream: torch.cuda.Stream,
               prepare: Callable[[Batch], Batch]) -> list[Batch]:
         """Copy the batches to the GPU in one piece and prepare them, on `stream`. `ready` marks the end."""
-        tensors = [x for batch in batches for x in batch[:-1]]
+        tensors = [x for batch in batches for x in batch.tensors]
         sizes = [round_up(x.numel(), ALIGNED) for x in tensors]
         total = sum(sizes)
         # The copy of what this memory held before has ended.
@@ -362,7 +371,7 @@ class Room:
             self.there[:total].copy_(self.here[:total], non_blocking=True)
             arrived = iter(piece[:x.numel()].view(x.shape)
                            for piece, x in zip(self.there[:total].split(sizes), tensors))
-            batches = [prepare(Batch(*(next(arrived) for _ in batch[:-1]), batch.max_length))
+            batches = [prepare(Batch(*(next(arrived) for _ in batch.tensors), *batch[-2:]))
                        for batch in batches]
             self.ready.record()
         return batches
@@ -377,4 +386,4 @@ def make_batch(sequences: Iterable[Sequence], n: int, most: int, longest: int, d
 
 def to_device(batch: Batch, device: torch.device, copy: bool = False) -> Batch:
     """The batch on `device`. With `copy`, tensors that are there already are copied as well."""
-    return Batch(*(x.to(device, non_blocking=True, copy=copy) for x in batch[:-1]), batch.max_length)
+    return Batch(*(x.to(device, non_blocking=True, copy=copy) for x in batch.tensors), *batch[-2:])

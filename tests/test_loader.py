@@ -103,7 +103,7 @@ def test_order_does_not_depend_on_ranks(config, ranks):
     for index in range(len(alone.shapes)):
         together = [batch for share in shares for batch in share.batches(index)]
         for a, b in zip(alone.batches(index), together, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(a[:-1], b[:-1])) and a.max_length == b.max_length
+            assert all(torch.equal(x, y) for x, y in zip(a.tensors, b.tensors)) and a[-2:] == b[-2:]
 
 
 def test_order_does_not_depend_on_timing_or_a_restart(config):
@@ -118,7 +118,7 @@ def test_order_does_not_depend_on_timing_or_a_restart(config):
     # From the middle: a step's data is its number's.
     late = list(loader(config).prefetch(range(3, n)))
     for a, b in zip(fast[3:] + fast, late + slow, strict=True):
-        assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p[:-1], q[:-1]))
+        assert all(torch.equal(x, y) for p, q in zip(a, b) for x, y in zip(p.tensors, q.tensors))
 
 
 def test_a_micro_batch_with_more_sequences_than_its_bound_ends_early(config):
@@ -155,7 +155,7 @@ def test_any_steps_in_any_order_can_be_prefetched(config):
     plan, wanted = loader(config), [5, 0, 3, 3, 1, 4, 2, 0]
     for index, batches in zip(wanted, plan.prefetch(wanted), strict=True):
         for mine, batch in zip(batches, plan.batches(index), strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(mine[:-1], batch[:-1]))
+            assert all(torch.equal(x, y) for x, y in zip(mine.tensors, batch.tensors))
     assert list(plan.prefetch([])) == []
 
 
@@ -219,13 +219,14 @@ def test_batches_come_to_a_gpu_unharmed(sampled):
         return batch._replace(rows=batch.tokens + 1)
 
     for batches in plan.prefetch(range(len(plan.shapes)), prepare):
-        assert all(x.is_cuda and x.data_ptr() % 128 == 0 for batch in batches for x in batch[:-1] if len(x))
+        assert all(x.is_cuda and x.data_ptr() % 128 == 0
+                   for batch in batches for x in batch.tensors if len(x))
         torch.cuda._sleep(20_000_000)                                    # 10 ms
-        copies.append([[x.clone() for x in batch[:-1]] for batch in batches])
+        copies.append([[x.clone() for x in batch.tensors] for batch in batches])
     for index, batches in enumerate(copies):
         for mine, batch in zip(batches, plan.batches(index), strict=True):
             batch = prepare(batch)
-            assert all(torch.equal(x.cpu(), y) for x, y in zip(mine, batch[:-1], strict=True))
+            assert all(torch.equal(x.cpu(), y) for x, y in zip(mine, batch.tensors, strict=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to bring them to")
@@ -420,6 +421,24 @@ def test_validation_scores_every_token_once(config):
             starts += int((batch.tokens == config.document_start).sum())
         assert starts == (text[:config.val_tokens] == config.document_start).sum()
         assert torch.cat(scored).tolist() == text[1:config.val_tokens + 1].tolist()
+
+
+@pytest.mark.parametrize("keep_tails", [False, True])
+def test_how_often_text_is_read_again_is_known_before(tmp_path, config, keep_tails):
+    """Every token of the training text is another number, so that later steps with it can be counted."""
+    tokens = np.arange(20_000, dtype=np.uint16)
+    tokens[::97] = 49_999
+    for name, part in (("train_000000", tokens), ("val_000000", tokens[:5000])):
+        write_shard(tmp_path / f"{name}.bin", part)
+    config = replace(config, data_path=str(tmp_path), vocab_size=50_000, keep_tails=keep_tails, steps=24)
+    plan = loader(replace(config, epochs=4))
+    read = [torch.cat([batch.tokens for batch in plan.batches(index)]) for index in range(len(plan.shapes))]
+    first = [tokens[tokens < 20_000][0] for tokens in read]
+    again = [sum(token in later for later in read[i + 1:]) for i, token in enumerate(first)]
+    assert again[0] >= 2 and again[-1] == 0 == plan.readings_left[-1]
+    assert all(count <= said <= count + 1 for count, said in zip(again, plan.readings_left, strict=True))
+    assert not any(loader(replace(config, steps=6)).readings_left)
+    assert not any(plan.rehearsal(plan.shapes).readings_left)
 
 
 def test_too_few_tokens(tmp_path, config):

@@ -199,6 +199,11 @@ def test_rows_of_guesses_follow_those_of_n_grams(near):
     assert rows.shape[1] == table.heads == table.scales.shape[1] == 2 + len(near)
     alone = ngrams.ngram_index_reference(batch.tokens, is_start, (2, 3), 1009)
     assert torch.equal(rows[:, :2].flatten(), alone)
+    # Text that is read again later has other rows of n-grams, and the same of guesses.
+    for left in (1, 2):
+        apart = table.find(batch._replace(readings_left=left)).view(60, -1)
+        assert (apart[:, :2] != rows[:, :2]).all() and (apart[:, :2] == (rows[:, :2] ^ left) % 1009).all()
+        assert apart.amax() < 1009 and torch.equal(apart[:, 2:], rows[:, 2:])
     if near:
         assert torch.equal(rows[:, 2:], guesses.rows(batch.tokens, is_start, 1009))
 

@@ -289,7 +289,7 @@ def count(program: ModuleType, config, ranks: int, device: torch.device, copies:
             shard.update(optimizer.ops, optimizer.finite, optimizer.lr, optimizer.rates)
             apart += counter.peak - before
         # The graph of each kind of step has its own inputs, and each batch on its way is held twice.
-        inputs = on_each * sum(x.nbytes for x in batch[:-1]) * (len(kinds) + 2 * (AHEAD + 2))
+        inputs = on_each * sum(x.nbytes for x in batch.tensors) * (len(kinds) + 2 * (AHEAD + 2))
         inputs += finding       # of rows, while a step runs
         validation = {}
         for chunk in chunks:
