@@ -105,12 +105,16 @@ class Plan:
                                 settings.drop_repeats if split == "train" else 0,
                                 sum(shape.tokens for shape in shapes))
         self.steps: list[list[list[Span]]] = []         # of each step, of each micro-batch
+        self.part = 0                                   # of the text, in which the last planned step ends
         self.planner = self.make()
 
     def of(self, index: int) -> list[list[Span]]:
         """The spans of each micro-batch of the step `index`."""
-        # Steps are planned well before they are needed, so that too little text is noticed early.
+        # Steps are planned well before they are needed, so that too little text is noticed early. But the
+        # step that is needed does not wait for text that only later ones use.
         while len(self.steps) <= min(2 * index + AHEAD, len(self.shapes) - 1):
+            if len(self.steps) > index and (self.part + 1) % len(self.text) not in self.text.opened:
+                break
             self.steps.append(next(self.planner))
         return self.steps[index]
 
@@ -140,6 +144,7 @@ class Plan:
                         first -= 1
                     if first == len(starts):
                         part, position = (part + 1) % len(self.text), 0
+                        self.part = part
                         epoch += part == 0
                         if epoch == self.settings.epochs:
                             repeats = " without the passages that repeat" if self.text.repeats else ""

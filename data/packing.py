@@ -9,6 +9,7 @@ from data.repeats import Repeats
 from data.shards import ShardError, check_ids, document_starts, open_shard
 
 PART = 1 << 18      # tokens of a shard that are read at a time
+PATIENCE = 0.001    # seconds; a part takes some ten times as long
 LOOKED = 1 << 14    # tokens among which a document's start is looked for
 
 
@@ -94,11 +95,16 @@ class ShardedText:
 
         ShardError if a token is no id of the vocabulary, or if in the whole shard no document starts.
         """
-        if part not in self.opened:
-            with self.reading:
-                for each in range(len(self.opened) if self.repeats else part, part + 1):
-                    if each not in self.opened:
-                        self.opened[each] = self.read(*self.parts[each])
+        while part not in self.opened:
+            # Locks are not fair: the thread that reads ahead would take this one again and again. So another
+            # thread that waits for it looks now and then whether its part has been read meanwhile.
+            if self.reading.acquire(timeout=PATIENCE):
+                try:
+                    for each in range(len(self.opened) if self.repeats else part, part + 1):
+                        if each not in self.opened:
+                            self.opened[each] = self.read(*self.parts[each])
+                finally:
+                    self.reading.release()
         return self.opened[part]
 
     def read(self, shard: int, first: int) -> tuple[np.ndarray, np.ndarray]:

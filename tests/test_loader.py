@@ -13,7 +13,7 @@ from conftest import write_documents
 import train_gpt
 from data import packing
 from data.candidates import Importance, sample_candidates, sample_parts
-from data.loader import Batch, Bounds, Loader, Room, StepShape, TextSettings
+from data.loader import AHEAD, Batch, Bounds, Loader, Room, StepShape, TextSettings
 from data.packing import cut_documents, pack
 from data.peek import KEEP_TAILS, SCHEDULES
 from data.scoring import scored_text
@@ -392,6 +392,37 @@ def test_parts_are_read_once_by_a_thread_that_runs_ahead(config, monkeypatch):
     assert len(list(plan.prefetch(range(len(plan.shapes))))) == len(plan.shapes)
     assert 1 <= len(opened) <= len(plan.plan.text) and threading.main_thread().name not in opened
     assert len({part for step in plan.plan.steps for spans in step for part, _, _, _ in spans}) > 1
+
+
+def test_nobody_waits_for_parts_behind_his_own(config, monkeypatch):
+    """A thread that reads ahead gives the lock back for a moment only."""
+    text = loader(config).plan.text
+    text.parts, found = text.parts * 40, threading.Event()
+
+    def read(shard, first):
+        found.set()
+        sum(range(200_000))     # some 5 ms, with the interpreter's lock
+        return np.zeros(1, np.uint16), np.zeros(1, int)
+    monkeypatch.setattr(text, "read", read)
+    ahead = threading.Thread(target=lambda: [text.open(part) for part in range(len(text))])
+    ahead.start()
+    found.wait()
+    for part in 0, 4, 8:
+        text.open(part)
+        assert len(text.opened) < part + len(text.parts) / 2
+    ahead.join()
+    assert len(text.opened) == len(text.parts) >= 40
+
+
+def test_steps_are_planned_early_as_far_as_text_is_there(config, monkeypatch):
+    monkeypatch.setattr(packing, "PART", 4096)
+    plan = loader(replace(config, keep_tails=True, steps=20)).plan
+    plan.of(5)
+    assert len(plan.text) > 6 and len(plan.text.opened) <= plan.part + 1 and 6 <= len(plan.steps) < 12
+    for part in range(len(plan.text)):
+        plan.text.open(part)
+    plan.of(5)
+    assert len(plan.steps) == 2 * 5 + AHEAD + 1
 
 
 def test_pairs_are_counted_while_the_first_part_is_read(sampled, monkeypatch):
