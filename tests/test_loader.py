@@ -397,7 +397,7 @@ def test_parts_are_read_once_by_a_thread_that_runs_ahead(config, monkeypatch):
 def test_nobody_waits_for_parts_behind_his_own(config, monkeypatch):
     """A thread that reads ahead gives the lock back for a moment only."""
     text = loader(config).plan.text
-    text.parts, found = text.parts * 40, threading.Event()
+    text.parts, found = text.parts[:1] * 200, threading.Event()
 
     def read(shard, first):
         found.set()
@@ -407,11 +407,11 @@ def test_nobody_waits_for_parts_behind_his_own(config, monkeypatch):
     ahead = threading.Thread(target=lambda: [text.open(part) for part in range(len(text))])
     ahead.start()
     found.wait()
-    for part in 0, 4, 8:
+    for part in range(0, 100, 10):
         text.open(part)
-        assert len(text.opened) < part + len(text.parts) / 2
+        assert len(text.opened) < part + 80
     ahead.join()
-    assert len(text.opened) == len(text.parts) >= 40
+    assert len(text.opened) == 200
 
 
 def test_steps_are_planned_early_as_far_as_text_is_there(config, monkeypatch):
@@ -466,6 +466,7 @@ def test_how_often_text_is_read_again_is_known_before(tmp_path, config, keep_tai
     read = [torch.cat([batch.tokens for batch in plan.batches(index)]) for index in range(len(plan.shapes))]
     first = [tokens[tokens < 20_000][0] for tokens in read]
     again = [sum(token in later for later in read[i + 1:]) for i, token in enumerate(first)]
+    assert [plan.batches(i)[-1].readings_left for i in range(len(read))] == plan.readings_left
     assert again[0] >= 2 and again[-1] == 0 == plan.readings_left[-1]
     assert all(count <= said <= count + 1 for count, said in zip(again, plan.readings_left, strict=True))
     assert not any(loader(replace(config, steps=6)).readings_left)
