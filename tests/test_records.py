@@ -20,7 +20,7 @@ from records.tools import history, launch, markdown, plots, report, schedule, sw
 from records.tools.check import check
 from records.tools.compare import compare, compare_text
 from records.tools.logs import find_logs, read_logs
-from records.tools.record import NEWER_FIELDS, RECORDS, create, folders, load, load_all
+from records.tools.record import NEWER_FIELDS, RECORDS, as_json, create, folders, load, load_all
 from records.tools.rules import CORPUS_RUN
 from records.tools.schema import RecordError, Run
 from tests.synthetic import SOURCES, command, commit_sources, foreign_log, git, write_run
@@ -98,6 +98,16 @@ def test_the_records_of_this_repository_are_valid(capsys):
     status, printed = command("check"), capsys.readouterr().out
     assert status == 0 and printed.count(": ok\n") == len(folders(RECORDS)) >= 6, printed
     assert shallow or "not checked" not in printed
+
+
+def test_a_record_is_written_as_it_is_read():
+    data = {"title": "[1,\n 2]", "runs": [{"seed": 1}], "few": [-1.5e-7, 1], "seeds": [*range(500)]}
+    text = as_json(data)
+    assert json.loads(text) == data and '"few": [-1.5e-07, 1]' in text
+    assert max(map(len, text.splitlines())) <= 110 and text.count("\n") < 45
+    for folder in folders(RECORDS):
+        text = (folder / "record.json").read_text()
+        assert as_json(json.loads(text)) == text
 
 
 def change_json(folder: Path, **fields) -> None:

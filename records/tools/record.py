@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import textwrap
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -214,6 +215,13 @@ def run_again(folder: Path, header: dict) -> str:
     return f"git worktree add {place} {header['commit'][:12]} && cd {place} && {launcher} {program}"
 
 
+def as_json(data: dict) -> str:
+    """JSON with a field a line. Lists of numbers, such as seeds, fill lines of 90 characters."""
+    def filled(found: re.Match) -> str:
+        return f"[{textwrap.fill(' '.join(found[1].split()), 90, subsequent_indent='    ')}]"
+    return re.sub(r"\[([-\s\d.,e]+)\]", filled, json.dumps(data, indent=2)) + "\n"
+
+
 def create(runs: list[Run], root: Path, name: str, written: dict, changed: str = "", why: str = "",
            second: Run | None = None) -> Path:
     """Make `root/<date>_<name>` of finished runs of one configuration; returns the folder.
@@ -252,7 +260,7 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
         for place, logs in (("runs", runs), (SECOND, [second] if second else [])):
             for run in logs:
                 pack_log(run, folder / place)
-        write_text(folder / "record.json", json.dumps(data, indent=2) + "\n")
+        write_text(folder / "record.json", as_json(data))
         write_text(folder / "README.md",
                    f"# {written['title']}\n\n"
                    f"## What changed\n\n{changed or UNWRITTEN}\n\n"
