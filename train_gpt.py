@@ -807,7 +807,8 @@ class RowAdam:
         self.table = model.ngrams.optimizer_state(config.ngram_block, most if by_row else None)
 
     def update(self, ops: Ops, finite: Tensor, lr: Tensor, rates: updates.Rates) -> None:
-        ops.row_adam(*self.table, self.group.rule(finite, lr, self.config.cautious), self.group.betas[1])
+        rule = self.group.rule(finite, lr, self.config.cautious)
+        self.table.update(ops.row_adam, rule, self.group.betas[1])
 
     def state(self) -> list[Tensor]:
         weight, gradients, *rest = self.table
@@ -978,7 +979,7 @@ class Schedule:
             windows, samples = c.final_windows, c.extra_samples
         return Step(
             index, stage.batch_tokens, stage.sequence_length, windows, multi_token, samples,
-            update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=index % c.adam_every == 0,
+            update_adam=index % c.adam_every == c.adam_every - 1, adam_updated=not index % c.adam_every,
             lr=stage.lr_scale * (1 - (1 - c.final_lr) * fallen), momentum=low + (high - low) * warm,
             slow_share=c.slow_share * slow)
 
@@ -1027,11 +1028,10 @@ class Trainer:
     def step(self, step: Step, batches: list[Batch]) -> Tensor:
         """Train on this rank's `batches`; return all ranks' mean next-token loss (0-dim) without a wait."""
         # Steps of one kind differ in these numbers, which a captured step reads on the device.
-        rates = self.optimizer.rates
-        for number, value in ((self.optimizer.lr, step.lr), (rates.beta, step.momentum),
-                              (rates.slow_share, step.slow_share),
-                              *zip(self.model.loss_weights, step.multi_token)):
+        numbers = self.optimizer.lr, *self.optimizer.rates[:2], *self.model.loss_weights
+        for number, value in zip(numbers, (step.lr, step.momentum, step.slow_share, *step.multi_token)):
             number.fill_(value)
+        self.model.ngrams.heed(batches)
         batches = [self.prepared(batch) for batch in batches]
         if step.kind in self.graphs:
             graph, inputs = self.graphs[step.kind]

@@ -64,7 +64,7 @@ class Batch(NamedTuple):
     weights: Tensor         # like `candidates`: the bits, int32, of each one's float32 weight in sums
     rows: Tensor            # (n · rows a token,) int32: what tokens read of the n-gram table; (0,): not known
     max_length: int         # no sequence is longer
-    readings_left: int = 0  # how often the text is read again in later steps, at most
+    read_again: bool = False    # Later steps may read some of this text again.
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -128,9 +128,16 @@ class Plan:
                 gone = 0
 
     def make(self) -> Iterator[list[list[Span]]]:
-        """The spans of each micro-batch of each step, in order. ShardError if the text ends too soon."""
-        part, position, epoch, keep = 0, 0, 0, self.settings.keep_tails
+        """The spans of each micro-batch of each step, in order. ShardError if the text ends too soon.
+
+        A second reading begins with the text that came after a third of the steps. The first text will not
+        do: the n-gram table must not learn from text that is read again (`NGrams.heed`), and where it starts
+        to learn late, the loss stays higher.
+        """
+        part, position, epoch, home, keep = 0, 0, 0, (0, 0), self.settings.keep_tails
         for index, shape in enumerate(self.shapes):
+            if index == len(self.shapes) // 3 and self.settings.epochs > 1:
+                home = part, position
             micro_batches = []
             for _ in range(self.settings.micro_batches):
                 spans, missing = [], shape.tokens // self.settings.micro_batches
@@ -145,10 +152,12 @@ class Plan:
                     if first == len(starts):
                         part, position = (part + 1) % len(self.text), 0
                         self.part = part
-                        epoch += part == 0
-                        if epoch == self.settings.epochs:
-                            repeats = " without the passages that repeat" if self.text.repeats else ""
-                            raise ShardError(self.too_few(index, repeats))
+                        if part == (home[0] if epoch else 0):
+                            epoch += 1
+                            if epoch == self.settings.epochs:
+                                repeats = " without the passages that repeat" if self.text.repeats else ""
+                                raise ShardError(self.too_few(index, repeats))
+                            part, position = home if epoch == 1 else (part, 0)
                         continue
                     gone = max(position - int(starts[first]), 0)
                     last = int(np.searchsorted(before, before[first] + gone + missing))
@@ -231,9 +240,12 @@ class Loader:
             lasting = int(np.searchsorted(each.cumsum(), text * settings.epochs, "right"))
             if lasting < len(shapes) and settings.epochs > 0:
                 raise ShardError(self.plan.too_few(lasting, how))
-        # For each step, how often its text is read again later. For a few steps that is one too many.
-        left = (read[::-1].cumsum()[::-1] - 1) // (total * (1 - LACKING))
-        self.readings_left = left.clip(0, max(settings.epochs - 1, 0)).astype(int).tolist()
+        # Where each step begins, in tokens of text since the run's beginning, and where its text is read next
+        # at the earliest; see `Plan.make`.
+        begins, pass_, home = np.cumsum(read) - read, total * (1 - LACKING), len(shapes) // 3
+        after = begins + pass_ - np.where(begins < total, begins[home], 0)
+        after += np.where(begins < begins[home], pass_, 0)
+        self.read_again = ((after < read.sum()) & (settings.epochs > 1)).tolist()
 
     def rehearsal(self, shapes: Seq[StepShape]) -> "Loader":
         """Batches of the same form from the validation text, again and again if it is short."""
@@ -273,7 +285,7 @@ class Loader:
         for i in range(self.rank * on_each, (self.rank + 1) * on_each):
             sequences = self.plan.sequences(self.plan.of(index)[i], shape.sequence_length)
             batch = make_batch(sequences, n, self.most(shape), shape.sequence_length, settings.document_start)
-            batch = batch._replace(readings_left=self.readings_left[index])
+            batch = batch._replace(read_again=self.read_again[index])
             if importance:
                 generator = np.random.default_rng([settings.seed % 2**32, index, i])
                 parts = (x.numpy().reshape(parts_of(settings, shape), -1) for x in batch[:2])

@@ -143,7 +143,7 @@ def made_up_table(rank: int, ranks: int, dtype: torch.dtype, listed: bool, fill:
         if fill:
             rows.grads[ngrams.enlist_reference(pending.int(), rows).long()] = grads[pending]
         grads = rows
-    return ngrams.TableState(weight, grads, second, last, torch.tensor(7.0 * fill))
+    return ngrams.TableState(weight, grads, second, last, torch.tensor(7.0 * fill), torch.tensor(True))
 
 
 def pieces_of(trainers, monkeypatch):

@@ -73,7 +73,7 @@ def test_rows_of_classes():
     assert not torch.equal(plain[:6], plain[6:])
     table = ngrams.NGrams((2, 3), 10_007, 16, 1, Collectives(1), torch.float32, torch.device("cpu"), classes)
     table.find_by(ngrams.ngram_index_reference)
-    batch = SimpleNamespace(tokens=tokens, cu_seqlens=torch.tensor([0, 3, 6]), readings_left=0)
+    batch = SimpleNamespace(tokens=tokens, cu_seqlens=torch.tensor([0, 3, 6]))
     assert torch.equal(table.find(batch), rows)
 
 

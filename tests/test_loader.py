@@ -44,13 +44,17 @@ def reference(config):
         tokens = open_shard(path).tolist()
         starts += [len(stream) + i for i, t in enumerate(tokens) if t == 256]
         stream += tokens
-    at = 0
-    for step in shapes(config):
+    at, again = 0, None
+    for index, step in enumerate(shapes(config)):
+        home = at if index == len(shapes(config)) // 3 else 0 if not index else home
         for _ in range(config.micro_batches):
             tokens, targets, begins = [], [], []
             while len(tokens) < step.tokens // config.micro_batches:
                 while stream[at % len(stream)] != 256:                   # drop the tail of what was cut
                     at += 1
+                if at >= len(stream) and again is None:                  # a second reading, from `home` on
+                    again = at = home + len(stream)
+                    continue
                 begins.append(len(tokens))
                 for taken in range(step.sequence_length):
                     tokens.append(stream[at % len(stream)])
@@ -455,22 +459,27 @@ def test_validation_scores_every_token_once(config):
 
 
 @pytest.mark.parametrize("keep_tails", [False, True])
-def test_how_often_text_is_read_again_is_known_before(tmp_path, config, keep_tails):
-    """Every token of the training text is another number, so that later steps with it can be counted."""
+@pytest.mark.parametrize("steps", [11, 15, 24])
+def test_text_that_is_read_again_is_marked_before(tmp_path, config, keep_tails, steps):
+    """Every token of the training text is another number, so that later steps with it can be found."""
     tokens = np.arange(20_000, dtype=np.uint16)
     tokens[::97] = 49_999
     for name, part in (("train_000000", tokens), ("val_000000", tokens[:5000])):
         write_shard(tmp_path / f"{name}.bin", part)
-    config = replace(config, data_path=str(tmp_path), vocab_size=50_000, keep_tails=keep_tails, steps=24)
+    config = replace(config, data_path=str(tmp_path), vocab_size=50_000, keep_tails=keep_tails, steps=steps)
     plan = loader(replace(config, epochs=4))
-    read = [torch.cat([batch.tokens for batch in plan.batches(index)]) for index in range(len(plan.shapes))]
-    first = [tokens[tokens < 20_000][0] for tokens in read]
-    again = [sum(token in later for later in read[i + 1:]) for i, token in enumerate(first)]
-    assert [plan.batches(i)[-1].readings_left for i in range(len(read))] == plan.readings_left
-    assert again[0] >= 2 and again[-1] == 0 == plan.readings_left[-1]
-    assert all(count <= said <= count + 1 for count, said in zip(again, plan.readings_left, strict=True))
-    assert not any(loader(replace(config, steps=6)).readings_left)
-    assert not any(plan.rehearsal(plan.shapes).readings_left)
+    batches = [plan.batches(index) for index in range(len(plan.shapes))]
+    read = [torch.cat([batch.tokens for batch in step]) for step in batches]
+    again = [bool(torch.isin(mine[mine < 20_000], torch.cat([mine[:0], *read[i + 1:]])).any())
+             for i, mine in enumerate(read)]
+    marked = [{batch.read_again for batch in step} for step in batches]
+    assert all(len(each) == 1 for each in marked)
+    assert sum(again) <= sum(map(any, marked)) <= sum(again) + 2
+    assert all(any(said) for said, is_read in zip(marked, again) if is_read)
+    if steps == 11:         # The text after a third of the steps comes first.
+        assert again.index(True) == len(again) // 3
+    assert not any(loader(replace(config, steps=6)).read_again)
+    assert not any(plan.rehearsal(plan.shapes).read_again)
 
 
 def test_too_few_tokens(tmp_path, config):

@@ -608,6 +608,22 @@ def test_a_step_takes_the_rows_that_came_with_its_batch(config):
     assert found == given != other
 
 
+def test_the_n_gram_table_does_not_learn_from_text_that_is_read_again(config):
+    trainer = make_trainer(config, ngrams=(2,), ngram_rows=1009)
+    [table] = [shard.table for name, shard in trainer.optimizer.shards.items() if name == "n-gram table"]
+    moved = []
+    for step in map(trainer.schedule.at, range(8)):
+        before, head = table.weight.clone(), trainer.model.head.clone()
+        # Both steps of the first update are marked, one of the second and of the third, none of the fourth.
+        marked = step.index in (0, 1, 3, 4)
+        batches = [batch._replace(read_again=marked) for batch in trainer.loader.batches(0)]
+        trainer.step(step, batches)
+        if step.update_adam:
+            moved.append(not torch.equal(table.weight, before))
+            assert not torch.equal(trainer.model.head, head) and not table.gradients.any()
+    assert moved == [False, False, True, True] and table.steps == 2
+
+
 def test_a_trainer_goes_with_its_last_reference(config):
     """One that waits for the garbage collector keeps shared memory behind the end of the process group."""
     trainer = make_trainer(config)

@@ -27,6 +27,11 @@ class TableState(NamedTuple):
     second: Tensor  # (rows, columns / block) float32: mean squares of the gradient
     last: Tensor  # (rows,) float32: the number of the update that last moved a row
     steps: Tensor  # 0-dim float32: how many updates there were
+    learns: Tensor  # 0-dim bool: whether the next update moves rows; else it only drops their gradients
+
+    def update(self, row_adam: Callable, rule, beta2: float) -> None:
+        """One update by `row_adam` or its reference, with a `Rule` and the decay of the mean squares."""
+        row_adam(*self[:5], rule._replace(finite=rule.finite & self.learns), beta2)
 
     def rows_updated(self) -> int:
         """How many rows updates have moved; rows read since the last update do not count. The host waits."""
@@ -69,6 +74,7 @@ class NGrams(nn.Module):
         self.classes = None if classes is None else classes.to(device)
         self.stream = side_stream("n-grams") if device.type == "cuda" else None  # where rows are gathered
         self.lengths, self.collectives = lengths if rows else (), collectives
+        self.learns = torch.ones((), dtype=torch.bool, device=device)
         self.table = self.scales = None
         if self.lengths:
             table = torch.empty(rows, head_dim // collectives.size, dtype=dtype, device=device)
@@ -95,13 +101,17 @@ class NGrams(nn.Module):
             self.table.zero_()
             self.scales.fill_(0.05)
 
+    def heed(self, batches) -> None:
+        """Before a step: the table learns from its batches, unless later steps read one of them again.
+
+        After one reading the row of a rare n-gram knows what follows it. A model that finds the answer there
+        when it reads the text again learns to trust such rows, and is worse on all other text.
+        """
+        self.learns.fill_(not any(batch.read_again for batch in batches))
+
     @torch.no_grad()
     def find(self, batch) -> Tensor:
         """The rows that the tokens of a `Batch` read, (n · heads,) int32; (0,) without a table.
-
-        Text that is read again later has n-gram rows of its own, next to the usual ones. For after one
-        reading the row of a rare n-gram knows what follows it. If a model finds the answer there when it
-        reads the text again, it learns to trust such rows, and is worse on all other text.
 
         With guesses that takes some 60 small kernels, one after the other: 0.4 ms for 65,536 tokens (1×H200).
         """
@@ -109,8 +119,6 @@ class NGrams(nn.Module):
             return batch.tokens.new_empty(0, dtype=torch.int32)
         tokens, is_start = batch.tokens, starts(batch.cu_seqlens, len(batch.tokens))
         rows = self.hash_rows(tokens, is_start, self.lengths, len(self.table), self.classes)
-        if batch.readings_left:
-            rows = (rows ^ batch.readings_left) % len(self.table)
         if self.guesses is not None:
             guessed = self.guesses.rows(tokens, is_start, len(self.table))
             rows = torch.cat([rows.view(len(tokens), -1), guessed], 1).flatten()
@@ -151,7 +159,8 @@ class NGrams(nn.Module):
         if capacity is not None:
             self.row_gradients = no_gradients(self.table.data, capacity)
         gradients = gradient_of(self.table).buffer if capacity is None else self.row_gradients
-        return TableState(self.table.data, gradients, second, last, torch.zeros((), device=device))
+        steps = torch.zeros((), device=device)
+        return TableState(self.table.data, gradients, second, last, steps, self.learns)
 
     @torch.no_grad()
     def written_rows(self) -> Iterator[tuple[Tensor, Tensor]]:

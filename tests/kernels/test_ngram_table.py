@@ -21,7 +21,7 @@ def batch_of(tokens: torch.Tensor, is_start: torch.Tensor) -> SimpleNamespace:
     """What of a batch a table reads; its rows are not known."""
     ends = torch.tensor([len(tokens)], device=DEVICE)
     cu_seqlens = torch.cat([is_start.nonzero()[:, 0], ends]).int()
-    return SimpleNamespace(tokens=tokens, cu_seqlens=cu_seqlens, rows=tokens[:0].int(), readings_left=0)
+    return SimpleNamespace(tokens=tokens, cu_seqlens=cu_seqlens, rows=tokens[:0].int())
 
 
 @pytest.mark.parametrize("hash_rows", [ngrams.ngram_index, ngrams.ngram_index_reference])
