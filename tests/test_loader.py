@@ -44,9 +44,10 @@ def reference(config):
         tokens = open_shard(path).tolist()
         starts += [len(stream) + i for i, t in enumerate(tokens) if t == 256]
         stream += tokens
-    at, again = 0, None
+    at, home, again = 0, 0, None
     for index, step in enumerate(shapes(config)):
-        home = at if index == len(shapes(config)) // 3 else 0 if not index else home
+        if index == len(shapes(config)) // 3:
+            home = at
         for _ in range(config.micro_batches):
             tokens, targets, begins = [], [], []
             while len(tokens) < step.tokens // config.micro_batches:
