@@ -23,7 +23,8 @@ MEASURED = 64       # steps of validation text that the bounds of a batch are ta
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
 # Before the run only the validation text tells how much text the cuts drop. If by that a schedule reads more
 # text than there is, by more than this share, the run is refused. If by less, the text may still end before
-# the run does. How much `drop_repeats` leaves out is not known before: this much at most, it is assumed.
+# the run does. How much `drop_repeats` leaves out is not known before. `Loader.read_again` takes it to be at
+# most this share.
 LACKING = 0.05
 
 
@@ -68,6 +69,7 @@ class Batch(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """All fields from `tokens` to `rows`."""
         return self[:-2]
 
     @property
@@ -106,6 +108,7 @@ class Plan:
                                 sum(shape.tokens for shape in shapes))
         self.steps: list[list[list[Span]]] = []         # of each step, of each micro-batch
         self.part = 0                                   # of the text, in which the last planned step ends
+        self.home = len(shapes) // 3                    # the step with whose text a second reading begins
         self.planner = self.make()
 
     def of(self, index: int) -> list[list[Span]]:
@@ -136,7 +139,7 @@ class Plan:
         """
         part, position, epoch, home, keep = 0, 0, 0, (0, 0), self.settings.keep_tails
         for index, shape in enumerate(self.shapes):
-            if index == len(self.shapes) // 3 and self.settings.epochs > 1:
+            if index == self.home and self.settings.epochs > 1:
                 home = part, position
             micro_batches = []
             for _ in range(self.settings.micro_batches):
@@ -241,11 +244,11 @@ class Loader:
             if lasting < len(shapes) and settings.epochs > 0:
                 raise ShardError(self.plan.too_few(lasting, how))
         # Where each step begins, in tokens of text since the run's beginning, and where its text is read next
-        # at the earliest; see `Plan.make`.
-        begins, pass_, home = np.cumsum(read) - read, total * (1 - LACKING), len(shapes) // 3
-        after = begins + pass_ - np.where(begins < total, begins[home], 0)
-        after += np.where(begins < begins[home], pass_, 0)
-        self.read_again = ((after < read.sum()) & (settings.epochs > 1)).tolist()
+        # at the earliest, in the order of `Plan.make`. `whole`: the least tokens of a whole reading.
+        begins, whole = np.cumsum(read) - read, total * (1 - LACKING)
+        home = begins[self.plan.home]
+        after = begins + whole - np.where(begins < total, home, 0) + np.where(begins < home, whole, 0)
+        self.read_again = ((after < read.sum()) & (settings.epochs > 1)).tolist()   # of each step's text
 
     def rehearsal(self, shapes: Seq[StepShape]) -> "Loader":
         """Batches of the same form from the validation text, again and again if it is short."""

@@ -9,7 +9,7 @@ from data.repeats import Repeats
 from data.shards import ShardError, check_ids, document_starts, open_shard
 
 PART = 1 << 18      # tokens of a shard that are read at a time
-PATIENCE = 0.001    # seconds; a part takes some ten times as long
+PATIENCE = 0.001    # seconds of waiting for the lock before a thread looks again; a part takes ten times that
 LOOKED = 1 << 14    # tokens among which a document's start is looked for
 
 

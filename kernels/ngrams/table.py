@@ -104,6 +104,7 @@ class NGrams(nn.Module):
     def heed(self, batches) -> None:
         """Before a step: the table learns from its batches, unless later steps read one of them again.
 
+        Where one update takes the gradients of several steps, its last step decides for all of them.
         After one reading the row of a rare n-gram knows what follows it. A model that finds the answer there
         when it reads the text again learns to trust such rows, and is worse on all other text.
         """
