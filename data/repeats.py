@@ -7,7 +7,7 @@ import numpy as np
 
 LENGTH = 13             # tokens that are hashed together, as many as `data.overlap` marks
 SHORTEST = LENGTH + 3   # tokens of a passage that is found: it has two hashes, as one may be known by chance
-EVERY = 2               # One hash in so many is looked at.
+EVERY = 2               # One hash in so many is looked at; a power of two.
 SPARSE = 32             # bits of memory for each of these hashes, or up to twice as many
 
 
@@ -47,11 +47,15 @@ class Repeats:
         """`tokens` (n,) without passages of earlier calls, and without documents that have nothing (left)."""
         hashes = hash_ngrams(tokens, LENGTH) if len(tokens) >= LENGTH else np.zeros(0, np.uint64)
         # The hash tells whether it is looked at. So in equal passages the same ones are.
-        places = np.flatnonzero(hashes % np.uint64(EVERY) == 0)
+        places = np.flatnonzero(hashes & np.uint64(EVERY - 1) == 0)
         bits = hashes[places] >> np.uint64(64 - self.bits)
         byte, bit = bits >> np.uint64(3), np.uint8(1) << (bits & np.uint64(7)).astype(np.uint8)
-        change = np.diff((self.seen[byte] & bit != 0).astype(np.int8), prepend=0, append=0)
-        np.bitwise_or.at(self.seen, byte, bit)
+        before = self.seen[byte]
+        change = np.diff((before & bit != 0).astype(np.int8), prepend=0, append=0)
+        self.seen[byte] = before | bit
+        # Of several bits for one byte that kept the last alone. These are few, and `bitwise_or.at` is slow.
+        lost = self.seen[byte] & bit == 0
+        np.bitwise_or.at(self.seen, byte[lost], bit[lost])
         begins, ends = places[change[:-1] > 0], places[change[1:] < 0] + LENGTH
         long = ends - begins >= self.least
         depth = np.zeros(len(tokens) + 1, np.int8)
