@@ -108,7 +108,6 @@ class Plan:
                                 sum(shape.tokens for shape in shapes))
         self.steps: list[list[list[Span]]] = []         # of each step, of each micro-batch
         self.part = 0                                   # of the text, in which the last planned step ends
-        self.home = len(shapes) // 3                    # the step with whose text a second reading begins
         self.planner = self.make()
 
     def of(self, index: int) -> list[list[Span]]:
@@ -131,16 +130,9 @@ class Plan:
                 gone = 0
 
     def make(self) -> Iterator[list[list[Span]]]:
-        """The spans of each micro-batch of each step, in order. ShardError if the text ends too soon.
-
-        A second reading begins with the text that came after a third of the steps. The first text will not
-        do: the n-gram table must not learn from text that is read again (`NGrams.heed`), and where it starts
-        to learn late, the loss stays higher.
-        """
-        part, position, epoch, home, keep = 0, 0, 0, (0, 0), self.settings.keep_tails
+        """The spans of each micro-batch of each step, in order. ShardError if the text ends too soon."""
+        part, position, epoch, keep = 0, 0, 0, self.settings.keep_tails
         for index, shape in enumerate(self.shapes):
-            if index == self.home and self.settings.epochs > 1:
-                home = part, position
             micro_batches = []
             for _ in range(self.settings.micro_batches):
                 spans, missing = [], shape.tokens // self.settings.micro_batches
@@ -155,12 +147,10 @@ class Plan:
                     if first == len(starts):
                         part, position = (part + 1) % len(self.text), 0
                         self.part = part
-                        if part == (home[0] if epoch else 0):
-                            epoch += 1
-                            if epoch == self.settings.epochs:
-                                repeats = " without the passages that repeat" if self.text.repeats else ""
-                                raise ShardError(self.too_few(index, repeats))
-                            part, position = home if epoch == 1 else (part, 0)
+                        epoch += part == 0
+                        if epoch == self.settings.epochs:
+                            repeats = " without the passages that repeat" if self.text.repeats else ""
+                            raise ShardError(self.too_few(index, repeats))
                         continue
                     gone = max(position - int(starts[first]), 0)
                     last = int(np.searchsorted(before, before[first] + gone + missing))
@@ -243,12 +233,9 @@ class Loader:
             lasting = int(np.searchsorted(each.cumsum(), text * settings.epochs, "right"))
             if lasting < len(shapes) and settings.epochs > 0:
                 raise ShardError(self.plan.too_few(lasting, how))
-        # Where each step begins, in tokens of text since the run's beginning, and where its text is read next
-        # at the earliest, in the order of `Plan.make`. `whole`: the least tokens of a whole reading.
-        begins, whole = np.cumsum(read) - read, total * (1 - LACKING)
-        home = begins[self.plan.home]
-        after = begins + whole - np.where(begins < total, home, 0) + np.where(begins < home, whole, 0)
-        self.read_again = ((after < read.sum()) & (settings.epochs > 1)).tolist()   # of each step's text
+        # Whether each step's text is read again: if the run reads on for one whole reading, at the least.
+        again = np.cumsum(read) - read + total * (1 - LACKING) < read.sum()
+        self.read_again = (again & (settings.epochs > 1)).tolist()
 
     def rehearsal(self, shapes: Seq[StepShape]) -> "Loader":
         """Batches of the same form from the validation text, again and again if it is short."""
