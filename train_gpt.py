@@ -178,6 +178,7 @@ class Config:
     # When the model is scored, part of a token's probability is how often the token followed the last 1, 2 or
     # 3 tokens in the training text so far (kernels/retrieval). Lengths 2 and 3 are worth 0.006 to 0.021.
     retrieval: tuple[Few, ...] = ()
+    states: Count = 0   # So many states are kept. Up to 20% go to what followed like ones; worth 0.026.
     # Tokens that followed similar earlier states get part of the next token's probability. Queries and keys
     # find them (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
     copy_channels: Count = 0        # channels of each query and key: a power of two, as 128; 0: no copying
@@ -489,10 +490,9 @@ class GPT(nn.Module):
         classes = torch.from_numpy(gpt2_classes()) if config.ngram_classes else None
         self.ngrams = ngrams.NGrams(config.ngrams, config.ngram_rows, config.head_dim, depth, collectives,
                                     self.dtype, device, classes)
-        self.guesses = retrieval.Guesses(config.near_match, self.ops.suffix_keys)
-        self.ngrams.find_by(self.ops.ngram_index, self.guesses)
-        self.counts = retrieval.TextCounts(
-            config.retrieval, sum(step.batch_tokens for step in Schedule(config)), device)
+        self.ngrams.find_by(self.ops.ngram_index, retrieval.Guesses(config.near_match, self.ops.suffix_keys))
+        self.memory = retrieval.TextMemory(config.retrieval, config.states, self.head, collectives,
+                                           sum(step.batch_tokens for step in Schedule(config)))
         self.copy_head = copying.CopyHead(
             config.copy_channels, config.width, config.attention_scale, self.dtype, device)
         self.attention_scalars = scalars(depth, 2)                          # one for Q, K and V, one for O
@@ -603,7 +603,7 @@ class GPT(nn.Module):
         """Training and next-token loss. The copy head reads `twin`: x as an autograd output of its own."""
         ops, in_fp8 = self.ops, "head" in self.fp8
         mixture = self.copy_head.mixture(twin, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
-        mixture = self.counts.mixed(mixture, batch, context.positions.is_start)
+        mixture = self.memory.mixed(mixture, twin, batch, context.positions.is_start)
         wanted = loss.Targets(
             batch.targets, context.positions.is_start, self.loss_weights[:len(context.step.multi_token)],
             mixture, loss.ruled_out(self.never, batch.tokens))
@@ -1059,7 +1059,7 @@ class Trainer:
                     wait(self.world.collectives.all_reduce(total))
                     self.loss.copy_(total / step.batch_tokens)
                     optimizer.finite &= self.loss.isfinite()    # Once false, nothing is updated any more.
-                    self.model.counts.learn(batches, self.world.collectives.all_gathered)
+                    self.model.memory.learn(batches)
             training_loss.backward()
         optimizer.step()
 
@@ -1103,7 +1103,7 @@ class Trainer:
                 act(step, batches)
         updates.restore(self.optimizer.state(), before)
         del before                                  # Validation needs the memory of the copies.
-        self.model.counts.forget()
+        self.model.memory.rehearse()
         batch = to_device(self.validation.batches[0], self.world.device)
         with canonical.without_waiting():
             for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())):
@@ -1134,7 +1134,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
                 done = step.index + 1
                 if done in points:
                     trainer.optimizer.gather()      # on the clock, for it belongs to the step
-                    trainer.model.counts.sort()     # on the clock, for every score needs sorted counts
+                    trainer.model.memory.sort()     # on the clock, for every score needs it sorted
                     with clock.paused():
                         report.validation(done, trainer.validate(schedule.validation(done)))
                 keeper.after(done)

@@ -208,7 +208,7 @@ def test_counts_are_of_what_was_trained_on_and_of_nothing_else(config):
     config = change(config, retrieval=(1, 2), steps=3, extra_steps=1, micro_batches=2,
                     batch_tokens=(128, 256, 384))
     trainer = train_gpt.Trainer(config, train_gpt.World())
-    counted, device = trainer.model.counts, trainer.world.device
+    counted, device = trainer.model.memory.counts, trainer.world.device
     text = torch.empty(0, dtype=torch.int32, device=device)
     nothing = counts.pack(*torch.zeros(4, 1, dtype=torch.int32, device=device))
     trainer.rehearse()
@@ -259,6 +259,8 @@ def test_two_ranks_go_on_from_one_and_end_as_it_does(shards, tmp_path):
     ("--retrieval 3,4", "--retrieval 3,4: contexts of up to 3 tokens are counted"),
     ("--retrieval 2 --vocab_size 65535", "--retrieval 2 --vocab_size 65535: at most 65534 different tokens"),
     ("--retrieval 2", "--save log with --retrieval: a model without its counts"),
+    ("--states 9", "--save log with --states: a model without its counts or states"),
+    ("--states 9 --save= --checkpoint x --checkpoint_every 1", "a checkpoint has no states"),
 ])
 def test_settings_that_cannot_work(arguments, message):
     with pytest.raises(UserError, match=message):

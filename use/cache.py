@@ -42,8 +42,9 @@ class Reader:
         # The copy head's keys, (samples, read, channels).
         self.copied = torch.empty(1, 0, config.copy_channels, device=self.model.device)
         self.model.never = None         # A prompt may end inside a word, where any token may follow.
-        self.qkv, self.rows = self.model.ops.qkv, self.model.guesses.rows
-        self.model.attention, self.model.guesses.rows = self.attend, self.guess
+        guesses = self.model.ngrams.guesses
+        self.qkv, self.rows = self.model.ops.qkv, guesses.rows
+        self.model.attention, guesses.rows = self.attend, self.guess
         self.model.ops = self.model.ops._replace(
             qkv=self.remember, pointer_sums=self.point, head_loss=self.last_logits)
 

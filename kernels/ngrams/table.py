@@ -89,9 +89,9 @@ class NGrams(nn.Module):
 
         Tokens also read a row for a guess of the next token, by a `retrieval.Guesses`, if it makes any.
         """
-        self.hash_rows = hash_rows
+        self.hash_rows, self.guesses = hash_rows, guesses
         if guesses and guesses.near:
-            self.guesses, self.heads = guesses, self.heads + 1
+            self.heads += 1
             self.scales = nn.Parameter(self.scales.new_zeros(len(self.scales), self.heads))
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class NGrams(nn.Module):
             return batch.tokens.new_empty(0, dtype=torch.int32)
         tokens, is_start = batch.tokens, starts(batch.cu_seqlens, len(batch.tokens))
         rows = self.hash_rows(tokens, is_start, self.lengths, len(self.table), self.classes)
-        if self.guesses is not None:
+        if self.guesses and self.guesses.near:
             guessed = self.guesses.rows(tokens, is_start, len(self.table))
             rows = torch.cat([rows.view(len(tokens), -1), guessed], 1).flatten()
         return rows

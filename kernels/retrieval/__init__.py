@@ -1,4 +1,4 @@
-"""What earlier text says about the next token. Both parts are off by default; preset `corpus` has guesses.
+"""What earlier text says about the next token. All parts are off by default; preset `corpus` has guesses.
 
 1. Guesses (`--near_match 1,2,4,8`). A token reads rows of the n-gram table for its last 2, 3, … tokens
    (kernels/ngrams). With guesses it reads one more row, for the token that followed when its last tokens came
@@ -16,11 +16,17 @@
    small table the loss is lower by 0.016, 0.007 and 0.014, measured on parts of the texts. There more than
    the whole gain on `clean` comes from trigrams with 1 to 9 places in the training text. Perhaps a row of the
    table learns too little from so few places.
+3. States (`--states N`). Where the model is scored, what followed like states of the last N training tokens
+   has up to 20% of the probability (kNN-LM; datastore.py). The states are the head's inputs as training made
+   them. After half of a run with 92 M states the loss is lower by 0.036 on `val`, 0.026 on `clean` and 0.018
+   on `fineweb`, beside the counts.
 
 - `matching.py`: earlier places inside a sequence, the longest match. The keys of the last tokens come
   from kernels/ngrams/hashing.py.
 - `guesses.py`: `Guesses`, which rows tokens read.
 - `counts.py`: `TextCounts`, the n-grams of the training text.
+- `datastore.py`: `Datastore`, the states of the training text. `neighbours.py`: the kernel of its search.
+- `memory.py`: `TextMemory`, counts and states as one object.
 
 Whose idea: a row for what followed a match in the document, and rows for what followed in earlier steps, are
 open proposals to the public speedrun. The second saves 46% of the steps by its authors' figures, which we
@@ -47,5 +53,7 @@ Of the first 524,288 tokens of `clean` 27, 33 and 34% have a longest match of 2,
 """
 from kernels.ngrams.hashing import suffix_keys, suffix_keys_reference
 from kernels.retrieval.counts import TextCounts
+from kernels.retrieval.datastore import Datastore
 from kernels.retrieval.guesses import Guesses
 from kernels.retrieval.matching import guess_rows, near_guesses
+from kernels.retrieval.memory import TextMemory

@@ -70,9 +70,13 @@ def check_saving(config) -> None:
     if "/" in config.name:
         raise UserError(f"--name {shown(config.name)}: it becomes part of a folder's name; leave out the /")
     check_place(config)
-    if config.save and config.retrieval:
-        raise UserError(f"--save {shown(config.save)} with --retrieval: a model without its counts of the"
-                        " training text is not whole; give --save=")
+    if config.save and (config.retrieval or config.states):
+        kept = "retrieval" if config.retrieval else "states"
+        raise UserError(f"--save {shown(config.save)} with --{kept}: a model without its counts or states of"
+                        " the training text is not whole; give --save=")
+    if config.checkpoint and config.states:
+        raise UserError(f"--checkpoint {shown(config.checkpoint)} with --states {config.states}: a checkpoint"
+                        " has no states; give --checkpoint= or --states 0")
     wanted = config.checkpoint_every > 0 or config.checkpoint_on_stop
     if config.checkpoint_every < 0 or wanted != bool(config.checkpoint):
         raise UserError(f"--checkpoint {shown(config.checkpoint or 'none')} --checkpoint_every "
@@ -146,7 +150,7 @@ def copy_state(trainer, steps_done: int) -> Copy:
             for i, p in enumerate(shard.group.params):
                 tensors[f"{name}/{i}/grads of rank {world.rank}@0"] = p.grad.flatten().clone()
     if world.rank == 0 and trainer.config.retrieval:
-        tensors["retrieval/text"] = trainer.model.counts.written()
+        tensors["retrieval/text"] = trainer.model.memory.counts.written()
     return Copy(steps_done, tensors, optimizer.finite.clone())
 
 
@@ -155,7 +159,7 @@ def copied_bytes(model, optimizer, config) -> int:
     if not config.checkpoint:
         return 0
     pending = config.checkpoint_on_stop or config.checkpoint_every % config.adam_every > 0
-    copied = [model.counts.text]
+    copied = [model.memory.counts.text]
     for shard in optimizer.shards.values():
         if not hasattr(shard, "table"):
             copied += [*buffers(shard, optimizer.averages).values()]
@@ -436,7 +440,7 @@ def restore_state(trainer, found: Found) -> None:
     if trainer.config.retrieval:
         steps = [step.batch_tokens for step in islice(trainer.schedule, found.step)]
         for text in pieces.tensor("retrieval/text").split(steps):
-            trainer.model.counts.add(text.to(world.device))
+            trainer.model.memory.counts.add(text.to(world.device))
 
 
 def own_gradient(name: str, p: Tensor, pieces: Pieces, ranks: int, world) -> Tensor:

@@ -17,4 +17,4 @@ def table_class(header: dict) -> str:
     if count is None:       # a foreign log
         return "unknown"
     name = next((name for name, most in CLASSES.items() if count <= most), "open")
-    return name + " + retrieval" * bool(header["config"].get("retrieval"))
+    return name + " + retrieval" * any(header["config"].get(name) for name in ("retrieval", "states"))

@@ -1,0 +1,45 @@
+"""All that is kept of the training text to be looked up when the model is scored."""
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from kernels.loss import Mixture
+from kernels.ranks.collectives import Collectives
+from kernels.retrieval.counts import TextCounts
+from kernels.retrieval.datastore import Datastore
+
+
+class TextMemory:
+    """Counts and states of the training text; both may be off. Training writes them and reads neither."""
+
+    def __init__(self, lengths: tuple[int, ...], kept: int, embedding: Tensor, collectives: Collectives,
+                 text: int):
+        """`lengths` of contexts that are counted; how many states are kept, of a training on `text` tokens.
+
+        `embedding` (vocabulary, width): a state is as wide, on its device and of its dtype.
+        """
+        self.counts = TextCounts(lengths, text, embedding.device)
+        self.states = Datastore(kept, text, embedding, collectives)
+        self.all_gathered = collectives.all_gathered
+
+    def learn(self, batches: Iterable) -> None:
+        """Add a step's text to the counts, from this rank's `batches`. All ranks must call."""
+        self.counts.learn(batches, self.all_gathered)
+
+    def mixed(self, mixture: Mixture | None, x: Tensor, batch, is_start: Tensor) -> Mixture | None:
+        """`mixture` (None: the head alone) with the counts and with what followed states like `x` (n, width).
+
+        Where there are gradients `mixture` stays as it is, and the states are kept.
+        """
+        return self.states.mixed(self.counts.mixed(mixture, batch, is_start), x, batch)
+
+    def sort(self) -> None:
+        """Make ready for a score of the model."""
+        self.counts.sort()
+        self.states.sort()
+
+    def rehearse(self) -> None:
+        """Sort what warm-up left, so that the costs of first use are off the clock. Then begin again."""
+        self.states.sort()
+        self.counts.forget()     # which sorts
+        self.states.forget()
