@@ -532,7 +532,7 @@ class GPT(nn.Module):
         transit.reach("embedding")
         # Autograd goes in reverse: through the embedding before it waits for the gradients of these rows.
         in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
-        smear_scale, backout_scale = self.scalars.unbind()
+        smear_scale, backout_scale = self.scalars
         x = ops.lookup(self.head, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
         transit.reach("smear")      # These gathers start behind the rows, which layer 0 needs first.
@@ -549,7 +549,7 @@ class GPT(nn.Module):
         early = streams[self.backout_stream].later if self.backout_stream else None
         x, twin = ops.before_head(streams[-1].summands, early, backout_scale)
         transit.reach("head", x)    # One node makes x and twin, so x's hook waits for the gradients of both.
-        return self.loss(x, twin, batch, context)
+        return self.loss(x, twin, stream, batch, context)
 
     @torch.no_grad()
     def score(self, batch: Batch, step: "Step") -> Tensor:
@@ -575,7 +575,7 @@ class GPT(nn.Module):
         """The update (n, width) of layer i's attention, which reads the norm of `stream`."""
         config, layer, transit = self.config, self.config.layers[i], context.transit
         x = stream.normed(self.ops.norm_fork)       # x may exist only in FP8.
-        scale_qkv, scale_out = context.attention_scalars[i].unbind()
+        scale_qkv, scale_out = context.attention_scalars[i]
         if i not in transit.fp8_weights:
             transit.fp8_weights[i] = self.make_fp8_weights(i, scale_qkv)
         value_rows = None
@@ -599,14 +599,14 @@ class GPT(nn.Module):
         grads = tuple(gradient_of(w, transit.accumulate) for w in matrices) if "mlp" in self.fp8 else None
         return self.ops.feed_forward(x, *matrices, grads, transit.fp8_weights[i][1])
 
-    def loss(self, x: Tensor, twin: Tensor, batch: Batch, context: Context) -> tuple[Tensor, Tensor]:
+    def loss(self, x: Tensor, twin: Tensor, state: Tensor, batch: Batch,
+             context: Context) -> tuple[Tensor, Tensor]:
         """Training and next-token loss. The copy head reads `twin`: x as an autograd output of its own."""
-        ops, in_fp8 = self.ops, "head" in self.fp8
+        ops, in_fp8, is_start = self.ops, "head" in self.fp8, context.positions.is_start
         mixture = self.copy_head.mixture(twin, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
-        mixture = self.memory.mixed(mixture, twin, batch, context.positions.is_start)
-        wanted = loss.Targets(
-            batch.targets, context.positions.is_start, self.loss_weights[:len(context.step.multi_token)],
-            mixture, loss.ruled_out(self.never, batch.tokens))
+        mixture = self.memory.mixed(mixture, state, batch, is_start)
+        wanted = loss.Targets(batch.targets, is_start, self.loss_weights[:len(context.step.multi_token)],
+                              mixture, loss.ruled_out(self.never, batch.tokens))
         if not len(batch.candidates):       # Otherwise the loss is over this sample of tokens.
             return ops.head_loss(x, self.head, wanted, in_fp8, grad=gradient_of(self.head))
         return loss.sampled_head_loss(

@@ -6,9 +6,9 @@ e^(γ (cos − 1)) of its angle to the present one. Each state belongs to the ne
 query sees the states of the PROBES centres that are nearest to it, about 1% of all. This is an inverted file
 (Jégou et al., https://doi.org/10.1109/TPAMI.2010.57).
 
-The states are those that training made anyway. Each is the head's input, in CHANNELS random directions, with
-its length divided out, in FP8. So older states come from other weights than the queries do. Before a score
-the directions are evened out: where states vary most, they count less.
+The states are those that training made anyway. Each is what the last layer's MLP reads, in CHANNELS random
+directions, with its length divided out, in FP8. So older states come from other weights than the queries do.
+Before a score the directions are evened out: where states vary most, they count less.
 """
 import torch
 import torch.nn.functional as F
