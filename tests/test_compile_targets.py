@@ -43,7 +43,7 @@ def launches(capability: int) -> list[tuple]:
                 multi_processor_count=132, shared_memory_per_block_optin=SHARED[capability])}
     config = train_gpt.parse(["--preset", "speedrun", "--data_path", "x", "--ngram_rows", "8388608",
                               "--copy_channels", "128", "--near_match", "1,2,4,8", "--canonical", "true",
-                              "--attention_gates", "true"])[0]
+                              "--attention_gates", "true", "--states", "4096"])[0]
     config = replace(config, layers=train_gpt.CPU_LAYERS)           # They have everything.
     for name in ("flash_attn", "flash_attn.cute"):
         sys.modules.setdefault(name, ModuleType(name))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.backend import EPS
+from kernels.fp8.formats import E4M3, has_fp8
 from kernels.loss import Mixture
 from kernels.ranks.collectives import Collectives, wait
 from kernels.retrieval.neighbours import neighbour_sums, neighbour_sums_reference
@@ -38,7 +39,7 @@ class Datastore:
     def __init__(self, kept: int, text: int, embedding: Tensor, collectives: Collectives):
         """For the last `kept` of the `text` tokens that all ranks read; 0: nothing is kept.
 
-        Each takes 260 bytes. `embedding` (vocabulary, width): a state is as wide.
+        Each takes 260 bytes where there is FP8. `embedding` (vocabulary, width): a state is as wide.
         """
         width, dtype, device = embedding.shape[1], embedding.dtype, embedding.device
         self.collectives = collectives
@@ -49,7 +50,8 @@ class Datastore:
         directions = torch.linalg.qr(torch.randn(width, self.channels, generator=generator))[0]
         self.directions = directions.to(device, dtype)      # (width, channels), orthonormal
         self.projection = self.directions.clone()           # of states on keys
-        self.kind = torch.float8_e4m3fn if dtype == torch.bfloat16 else dtype
+        # Its memory may be counted for a GPU, on the meta device.
+        self.kind = E4M3 if device.type != "cpu" and has_fp8(torch.device("cuda")) else dtype
         self.size, rows = size, size + (size > 0)   # What is not kept goes to the last row.
         self.keys = torch.zeros(rows, self.channels, dtype=self.kind, device=device)
         self.followers = torch.zeros(rows, dtype=torch.int32, device=device)

@@ -21,7 +21,8 @@ from torch import Tensor
 from kernels.backend import check, tl, triton
 from kernels.example import Example
 
-# (queries, keys, warps, stages) of a tile, and programs that share its keys; the first is used.
+# (queries, keys of one byte a channel, warps, stages) of a tile, and programs that share its keys; the first
+# is used.
 CONFIGS = [(64, 128, 4, 3, 8), (64, 64, 4, 3, 8), (64, 128, 4, 2, 8)]
 
 
@@ -97,7 +98,7 @@ def neighbour_sums(q: Tensor, targets: Tensor, first: Tensor, end: Tensor, keys:
     if n:
         neighbour_kernel[triton.cdiv(n, rows), parts](
             q, targets, first, end, keys, followers, sums, n, rate, rate * channels, ROWS=rows,
-            COLUMNS=columns, CHANNELS=channels, STAGES=stages, num_warps=warps)
+            COLUMNS=columns // q.element_size(), CHANNELS=channels, STAGES=stages, num_warps=warps)
     return sums.sum(0)
 
 
