@@ -1,14 +1,15 @@
 """States of the training text and what followed them, searched when the model is scored (kNN-LM).
 
 Khandelwal et al. (arXiv 1911.00172) keep a state of every token of the training text. When a text is scored,
-what followed like states has a part of the next token's probability: each state has the weight
+what followed similar states has a part of the next token's probability: each state has the weight
 e^(γ (cos − 1)) of its angle to the present one. Each state belongs to the nearest of CELLS centres, and a
 query sees the states of the PROBES centres that are nearest to it, about 1% of all. This is an inverted file
 (Jégou et al., https://doi.org/10.1109/TPAMI.2010.57).
 
-The states are those that training made anyway. Each is what the last layer's MLP reads, in CHANNELS random
-directions, with its length divided out, in FP8. So older states come from other weights than the queries do.
-Before a score the directions are evened out: where states vary most, they count less.
+The states are those that training made anyway. A key is what the last layer's MLP reads, in CHANNELS random
+directions, with its length divided out, in FP8. So older keys come from other weights than the queries do.
+Before a score keys are multiplied by M^(-1/4), where M has their second moments, and their lengths divided
+out again. So the directions in which states differ most count less.
 """
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from kernels.ranks.collectives import Collectives, wait
 from kernels.retrieval.neighbours import neighbour_sums, neighbour_sums_reference
 
 CHANNELS = 256  # of a key; fewer in a narrower model, and always a power of two
-CELLS, PROBES = 1024, 8
+CELLS, PROBES = 1024, 8     # centres; centres whose states a query sees
 SHARE = 0.2     # of what followed in the probability, if Σ e^s ≥ 1
 RISE = 0.08     # the share's power of a smaller sum
 SHARPNESS = 32  # γ
@@ -65,6 +66,7 @@ class Datastore:
         return self.key(x @ self.projection)
 
     def key(self, x: Tensor) -> Tensor:
+        """x (n, channels) as keys: with its length divided out, in FP8."""
         return F.rms_norm(x, (self.channels,), eps=EPS).to(self.kind)
 
     @torch.no_grad()
@@ -79,7 +81,7 @@ class Datastore:
         self.count += len(x)
 
     def sort(self) -> None:
-        """Even the states out and put them in the order of their cells. All ranks must call."""
+        """Even the keys out and put them in the order of their cells. All ranks must call."""
         if not self.size:
             return
         count = min(max(int(self.count) - self.skipped, 0), self.size)
@@ -121,7 +123,7 @@ class Datastore:
             self.centres.copy_(self.key(belongs.to(sample.dtype).T @ sample))
 
     def products(self, keys: Tensor) -> Tensor:
-        """Of `keys` (n, channels) and centres, (n, CELLS)."""
+        """The product of each of `keys` (n, channels) with each centre, (n, CELLS)."""
         return keys.to(self.centres.dtype) @ self.centres.T
 
     def forget(self) -> None:
@@ -151,7 +153,7 @@ class Datastore:
         return sums[self.collectives.rank * len(x):][:len(x)]
 
     def mixed(self, mixture: Mixture | None, x: Tensor, batch) -> Mixture | None:
-        """`mixture` (None: the head alone) with what followed like states.
+        """`mixture` (None: the head alone) with what followed similar states.
 
         Where there are gradients `mixture` stays as it is, and the states are kept.
         """

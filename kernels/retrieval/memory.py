@@ -27,7 +27,8 @@ class TextMemory:
         self.counts.learn(batches, self.all_gathered)
 
     def mixed(self, mixture: Mixture | None, x: Tensor, batch, is_start: Tensor) -> Mixture | None:
-        """`mixture` (None: the head alone) with the counts and with what followed states like `x` (n, width).
+        """`mixture` (None: the head alone) with the counts and with what followed states similar to x
+        (n, width).
 
         Where there are gradients `mixture` stays as it is, and the states are kept.
         """
