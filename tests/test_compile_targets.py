@@ -38,7 +38,7 @@ def launches(capability: int) -> list[tuple]:
     def take(kernel, grid):
         return lambda *args, **options: found.append((kernel, args, options))
 
-    fake = {"get_device_capability": lambda *_: divmod(capability, 10),
+    fake = {"get_device_capability": lambda *_: divmod(capability, 10), "is_available": lambda: True,
             "get_device_properties": lambda *_: SimpleNamespace(
                 multi_processor_count=132, shared_memory_per_block_optin=SHARED[capability])}
     config = train_gpt.parse(["--preset", "speedrun", "--data_path", "x", "--ngram_rows", "8388608",

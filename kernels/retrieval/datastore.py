@@ -51,8 +51,9 @@ class Datastore:
         directions = torch.linalg.qr(torch.randn(width, self.channels, generator=generator))[0]
         self.directions = directions.to(device, dtype)      # (width, channels), orthonormal
         self.projection = self.directions.clone()           # of states on keys
-        # Its memory may be counted for a GPU, on the meta device.
-        self.kind = E4M3 if device.type != "cpu" and has_fp8(torch.device("cuda")) else dtype
+        # On the meta device memory is counted: for this machine's GPUs, or for Hopper where there are none.
+        old = torch.cuda.is_available() and not has_fp8(torch.device("cuda"))
+        self.kind = E4M3 if dtype == torch.bfloat16 and not old else dtype
         self.size, rows = size, size + (size > 0)   # What is not kept goes to the last row.
         self.keys = torch.zeros(rows, self.channels, dtype=self.kind, device=device)
         self.followers = torch.zeros(rows, dtype=torch.int32, device=device)
