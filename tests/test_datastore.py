@@ -117,3 +117,17 @@ def test_in_training_the_mixture_stays_and_states_are_kept():
     store.forget()
     assert store.count == 0 and not store.sums(*batch(5, 1)).any()
     assert empty(0, 20).mixed(None, None, None) is None
+
+
+def test_rehearsal_leaves_nothing():
+    """Not even in the projection, which each sort changes."""
+    store, fresh = filled(), empty(70, 70)
+    store.rehearse()
+    assert store.count == 0 and not store.edges.any() and (store.projection == fresh.projection).all()
+
+
+def test_a_score_before_the_first_kept_state_changes_nothing():
+    store, wanted = empty(30, 70), empty(30, 70)
+    store.learn(*batch(40, 0))
+    store.sort()
+    assert (store.projection == wanted.projection).all() and not store.sums(*batch(5, 1)).any()

@@ -6,10 +6,10 @@ e^(γ (cos − 1)) of its angle to the present one. Each state belongs to the ne
 query sees the states of the PROBES centres that are nearest to it, about 1% of all. This is an inverted file
 (Jégou et al., https://doi.org/10.1109/TPAMI.2010.57).
 
-The states are those that training made anyway. A key is what the last layer's MLP reads, in CHANNELS random
-directions, with its length divided out, in FP8. So older keys come from other weights than the queries do.
-Before a score keys are multiplied by M^(-1/4), where M has their second moments, and their lengths divided
-out again. So the directions in which states differ most count less.
+The states are those that training made anyway: what the last layer's MLP reads. A key is the state in
+CHANNELS random directions, scaled to the norm √CHANNELS and rounded to FP8. Older keys come from older
+weights than the queries do. Before a score keys are multiplied by M^(-1/4), M being their second moments, and
+scaled again. So directions in which they vary most count less. Each further score does so once more.
 """
 import torch
 import torch.nn.functional as F
@@ -23,10 +23,10 @@ from kernels.retrieval.neighbours import neighbour_sums, neighbour_sums_referenc
 
 CHANNELS = 256  # of a key; fewer in a narrower model, and always a power of two
 CELLS, PROBES = 1024, 8     # centres; centres whose states a query sees
-SHARE = 0.2     # of what followed in the probability, if Σ e^s ≥ 1
-RISE = 0.08     # the share's power of a smaller sum
+SHARE = 0.2     # of what followed similar states in the probability, where Σ e^s ≥ 1
+RISE = 0.08     # below that the share is SHARE (Σ e^s)^RISE
 SHARPNESS = 32  # γ
-SAMPLE = 2 ** 17    # keys of all ranks that tell how states vary and where centres are
+SAMPLE = 2 ** 17    # keys, over all ranks, from which M and the centres are made
 ROUNDS = 5          # of k-means
 PART = 2 ** 16      # keys whose cells are found together
 
@@ -37,15 +37,15 @@ class Datastore:
     `collectives`: of all ranks. Each rank searches its own states for the queries of all ranks.
     """
 
-    def __init__(self, kept: int, text: int, embedding: Tensor, collectives: Collectives):
-        """For the last `kept` of the `text` tokens that all ranks read; 0: nothing is kept.
+    def __init__(self, kept: int, tokens: int, embedding: Tensor, collectives: Collectives):
+        """For the last `kept` of the `tokens` that all ranks read; 0: nothing is kept.
 
-        Each takes 260 bytes where there is FP8. `embedding` (vocabulary, width): a state is as wide.
+        A state takes 260 bytes where there is FP8. `embedding` (vocabulary, width): a state is as wide.
         """
         width, dtype, device = embedding.shape[1], embedding.dtype, embedding.device
         self.collectives = collectives
-        size = min(kept, text) // collectives.size
-        self.skipped = text // collectives.size - size      # of the first states
+        size = min(kept, tokens) // collectives.size
+        self.skipped = tokens // collectives.size - size    # this rank's first states, which are not kept
         generator = torch.Generator().manual_seed(1)
         self.channels = min(CHANNELS, 2 ** (width.bit_length() - 1))
         directions = torch.linalg.qr(torch.randn(width, self.channels, generator=generator))[0]
@@ -58,9 +58,9 @@ class Datastore:
         self.keys = torch.zeros(rows, self.channels, dtype=self.kind, device=device)
         self.followers = torch.zeros(rows, dtype=torch.int32, device=device)
         self.centres = torch.zeros(CELLS, self.channels, dtype=dtype, device=device)
-        # Where each cell's states begin, and those of the last one end.
+        # After `sort`, the states of cell c are in rows edges[c] to edges[c + 1] - 1.
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
-        self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen
+        self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
 
     def normed(self, x: Tensor) -> Tensor:
         """States x (n, width) as queries or keys, (n, channels)."""
@@ -73,7 +73,7 @@ class Datastore:
     @torch.no_grad()
     def learn(self, x: Tensor, batch) -> None:
         """Keep this rank's states x (n, width) of a training `batch`. Nothing waits for the host."""
-        # Warm-up may take more steps than the run.
+        # States that are not kept go to the last row, as do those beyond the run: warm-up may be longer.
         place = self.count - self.skipped + torch.arange(len(x), device=x.device)
         places = torch.where((place >= 0) & (place < self.size), place, self.size)
         into, keys = (one.view(torch.int64) for one in (self.keys, self.normed(x)))
@@ -83,26 +83,25 @@ class Datastore:
 
     def sort(self) -> None:
         """Even the keys out and put them in the order of their cells. All ranks must call."""
-        if not self.size:
-            return
         count = min(max(int(self.count) - self.skipped, 0), self.size)
+        if not count:
+            return
         sample = self.sample(count)
-        # With one more key in each direction no moment is 0.
-        moments = (sample.T @ sample).double().cpu() + torch.eye(self.channels)
-        values, vectors = torch.linalg.eigh(moments)
-        # As a symmetric matrix the root is the same on all ranks, whatever signs its vectors have.
+        # The identity keeps moments above 0. It is little beside them, for they sum up to SAMPLE · channels.
+        values, vectors = torch.linalg.eigh((sample.T @ sample).double().cpu() + torch.eye(self.channels))
         root = ((vectors * (values / values.mean()) ** -0.25) @ vectors.T).to(self.projection)
+        root = self.collectives.all_gathered(root)[:self.channels]      # that of rank 0
         self.projection.copy_(self.projection @ root)
         self.divide(self.key(sample.to(root) @ root).to(root))
         cells = torch.empty_like(self.followers[:count])
         for keys, own in zip(self.keys[:count].split(PART), cells.split(PART)):
             keys.copy_(self.key(keys.to(root.dtype) @ root))
             own.copy_(self.products(keys).argmax(1))
-        # What has no target comes behind all cells and is never found.
+        # States without a target get a cell behind all others, which is never searched.
         cells.masked_fill_(self.followers[:count] < 0, CELLS)
         cells, order = cells.sort(stable=True)
         self.followers[:count] = self.followers[:count][order]
-        # Eight bytes of each key at a time take little memory. PyTorch gathers 16 much more slowly.
+        # Eight bytes of each key at a time take little memory. PyTorch gathers 16 bytes much more slowly.
         for column in self.keys[:count].view(torch.int64).unbind(1):
             column.copy_(column[order])
         wanted = torch.arange(CELLS + 1, dtype=torch.int32, device=cells.device)
@@ -120,12 +119,18 @@ class Datastore:
         number = torch.arange(CELLS, device=sample.device)
         for _ in range(ROUNDS):
             belongs = self.products(sample).argmax(1, keepdim=True) == number
-            # A product has no atomic sums, so that all ranks find the same.
             self.centres.copy_(self.key(belongs.to(sample.dtype).T @ sample))
+        self.centres.copy_(self.collectives.all_gathered(self.centres)[:CELLS])     # those of rank 0
 
     def products(self, keys: Tensor) -> Tensor:
         """The product of each of `keys` (n, channels) with each centre, (n, CELLS)."""
         return keys.to(self.centres.dtype) @ self.centres.T
+
+    def rehearse(self) -> None:
+        """Sort some rows, so that the costs of first use are off the clock. Then begin again."""
+        self.count.fill_(self.skipped + min(self.size, SAMPLE))
+        self.sort()
+        self.forget()
 
     def forget(self) -> None:
         """Begin again, without any state."""
@@ -156,7 +161,7 @@ class Datastore:
     def mixed(self, mixture: Mixture | None, x: Tensor, batch) -> Mixture | None:
         """`mixture` (None: the head alone) with what followed similar states.
 
-        Where there are gradients `mixture` stays as it is, and the states are kept.
+        In training, where gradients are enabled, x is stored instead and `mixture` is returned.
         """
         if not self.size:
             return mixture
@@ -166,5 +171,6 @@ class Datastore:
         matching, every = self.sums(x, batch).unbind(1)
         share = SHARE * every.clamp(max=1) ** RISE
         log_rest = (1 - share).log() + (0 if mixture is None else mixture.log_rest)
+        # The sums are 0, or above e^(−3 γ).
         log_odds = (share * matching / every.clamp(min=1e-37)).log() - log_rest
         return Mixture(log_odds if mixture is None else torch.logaddexp(mixture.log_odds, log_odds), log_rest)

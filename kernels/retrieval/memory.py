@@ -23,14 +23,17 @@ class TextMemory:
         self.all_gathered = collectives.all_gathered
 
     def learn(self, batches: Iterable) -> None:
-        """Add a step's text to the counts, from this rank's `batches`. All ranks must call."""
+        """Add a step's text to the counts, from this rank's `batches`. All ranks must call.
+
+        States come by `mixed`, in the forward pass.
+        """
         self.counts.learn(batches, self.all_gathered)
 
     def mixed(self, mixture: Mixture | None, x: Tensor, batch, is_start: Tensor) -> Mixture | None:
         """`mixture` (None: the head alone) with the counts and with what followed states similar to x
         (n, width).
 
-        Where there are gradients `mixture` stays as it is, and the states are kept.
+        In training, where gradients are enabled, x is stored instead and `mixture` is returned.
         """
         return self.states.mixed(self.counts.mixed(mixture, batch, is_start), x, batch)
 
@@ -40,7 +43,6 @@ class TextMemory:
         self.states.sort()
 
     def rehearse(self) -> None:
-        """Sort what warm-up left, so that the costs of first use are off the clock. Then begin again."""
-        self.states.sort()
+        """Sort once, so that the costs of first use are off the clock. Then begin again."""
         self.counts.forget()     # which sorts
-        self.states.forget()
+        self.states.rehearse()

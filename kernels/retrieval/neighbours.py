@@ -3,8 +3,8 @@
     matching = Σ_j [follower j = target] e^s_j        every = Σ_j e^s_j        first ≤ j < end
 
 So matching / every is the probability that a pointer to these keys gives to the target, if key j is the state
-of a text after which token `follower j` came. Queries and keys have d channels and the norm √d, so no s is
-above 0, and the sums need no maximum.
+of a text after which token `follower j` came. Queries and keys have d channels and, but for rounding to FP8,
+the norm √d. So s is hardly above 0, and the sums need no maximum.
 
 Queries should come in the order of their stretches. Programs take a tile of queries and go over all keys from
 the first to the end of any of them; a tile whose queries share a stretch wastes nothing. Several programs
@@ -47,21 +47,22 @@ def neighbour_sums_reference(q: Tensor, targets: Tensor, first: Tensor, end: Ten
 def neighbour_kernel(q_ptr, targets_ptr, first_ptr, end_ptr, keys_ptr, followers_ptr, sums_ptr, n, rate,
                      bound, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
                      STAGES: tl.constexpr):
-    """Scores are in units of log 2: `rate` times a product, less `bound`."""
+    """Scores are in units of log 2: `rate` = scale / log 2 times a product, less `bound` = d · rate."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel, column = tl.arange(0, CHANNELS), tl.arange(0, COLUMNS)
-    q = tl.load(q_ptr + row[:, None] * CHANNELS + channel[None, :], mask=row[:, None] < n, other=0.0)
+    q_ptr += row.to(tl.int64)[:, None] * CHANNELS
+    q = tl.load(q_ptr + channel[None, :], mask=row[:, None] < n, other=0.0)
     target = tl.load(targets_ptr + row, mask=row < n, other=-2)
     first = tl.load(first_ptr + row, mask=row < n, other=0)
     end = tl.load(end_ptr + row, mask=row < n, other=0)
-    # Without any key low is high, for loads ahead of a loop from 0x7FFFFFFF would pass the largest number.
+    # Without any key low is high, for loads ahead of a loop from 0x7FFFFFFF would overflow 32 bits.
     high = tl.max(end)
     low = tl.minimum(tl.min(tl.where(first < end, first, 0x7FFFFFFF)), high)
     own = tl.cdiv(high - low, tl.num_programs(1) * COLUMNS) * COLUMNS       # keys of each program
     low += tl.program_id(1) * own
     high = tl.minimum(low + own, high)
     matching, every = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    # Followers are loaded a tile ahead: they take no part in the product whose inputs Triton loads ahead.
+    # Followers are loaded a tile ahead by hand, for Triton loads only the product's inputs ahead.
     follower = tl.load(followers_ptr + low + column, mask=low + column < high, other=-1)
     for start in tl.range(low, high, COLUMNS, num_stages=STAGES):
         key = start + column
@@ -83,7 +84,8 @@ def neighbour_sums(q: Tensor, targets: Tensor, first: Tensor, end: Tensor, keys:
     """Both sums of each query, (n, 2) float32: over keys whose follower is the target, and over all keys.
 
     q (n, d) and `keys` (m, d): of one dtype, FP8 too; d a power of two. `targets`, `first`, `end` (n,) and
-    `followers` (m,): int32. A follower of -1 matches nothing. There is no gradient.
+    `followers` (m,): int32. A follower of -1 matches only a target of -1, which no score counts. There is no
+    gradient.
     """
     (n, channels), m = q.shape, len(keys)
     fits = keys.ndim == 2 and keys.shape[1] == channels and channels >= 16 and channels & (channels - 1) == 0
