@@ -126,8 +126,8 @@ def test_rehearsal_leaves_nothing():
     assert store.count == 0 and not store.edges.any() and (store.projection == fresh.projection).all()
 
 
-def test_a_score_before_the_first_kept_state_changes_nothing():
-    store, wanted = empty(30, 70), empty(30, 70)
-    store.learn(*batch(40, 0))
+def test_a_score_without_states_changes_nothing():
+    store = filled()
+    store.forget()
     store.sort()
-    assert (store.projection == wanted.projection).all() and not store.sums(*batch(5, 1)).any()
+    assert (store.projection == store.directions).all() and not store.sums(*batch(5, 1)).any()
