@@ -549,7 +549,7 @@ class GPT(nn.Module):
         early = streams[self.backout_stream].later if self.backout_stream else None
         x, twin = ops.before_head(streams[-1].summands, early, backout_scale)
         transit.reach("head", x)    # One node makes x and twin, so x's hook waits for the gradients of both.
-        return self.loss(x, twin, stream, batch, context)
+        return self.loss(x, twin, stream, batch, context)   # The last MLP reads `stream`, normed.
 
     @torch.no_grad()
     def score(self, batch: Batch, step: "Step") -> Tensor:

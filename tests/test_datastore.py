@@ -1,7 +1,10 @@
 """States of the training text in the score: against a plain search, and as a distribution over tokens."""
+import sys
+
 import numpy as np
 import pytest
 import torch
+from conftest import process
 
 import train_gpt
 from kernels.loss import Mixture
@@ -9,11 +12,12 @@ from kernels.ranks.collectives import Collectives
 from kernels.retrieval import Datastore, datastore
 
 WIDTH, VOCABULARY = 80, 7
+SMALL = {"CELLS": 6, "PROBES": 3, "SAMPLE": 256, "PART": 16}
 
 
 @pytest.fixture(autouse=True)
 def few_cells(monkeypatch):
-    for name, size in {"CELLS": 6, "PROBES": 3, "SAMPLE": 256, "PART": 16}.items():
+    for name, size in SMALL.items():
         monkeypatch.setattr(datastore, name, size)
 
 
@@ -131,3 +135,30 @@ def test_a_score_without_states_changes_nothing():
     store.forget()
     store.sort()
     assert (store.projection == store.directions).all() and not store.sums(*batch(5, 1)).any()
+
+
+def search_on_two(rank: int) -> None:
+    """Each rank keeps the states of one batch, and finds those of both for queries of its own."""
+    for name, size in SMALL.items():
+        setattr(datastore, name, size)
+    world = train_gpt.World()
+    store = Datastore(70, 70, torch.empty(VOCABULARY, WIDTH), world.collectives)
+    store.learn(*batch(35, rank))
+    store.sort()
+    x, asked = batch(25, 8 + rank)
+    torch.testing.assert_close(store.sums(x, asked).double().numpy(), plain(store, {0: 35, 1: 35}, x, asked),
+                               rtol=1e-4, atol=0)
+    world.close()
+
+
+RANKS = """
+import sys; sys.path.insert(0, "tests")
+from checkpoint_worker import Path, start
+from test_datastore import search_on_two
+start(2, Path(sys.argv[1]), search_on_two)
+"""
+
+
+def test_two_ranks_search_the_states_of_both(tmp_path):
+    result = process(sys.executable, "-c", RANKS, str(tmp_path))
+    assert result.returncode == 0, result.stderr + (tmp_path / "errors-0.txt").read_text()

@@ -39,6 +39,13 @@ class Mixture(NamedTuple):
     log_odds: Tensor  # (n,) float32: log a p_other(target) / (1 − a); -inf where p_other is 0
     log_rest: Tensor  # (n,) float32: log(1 − a)
 
+    @classmethod
+    def after(cls, mixture: "Mixture | None", p: Tensor, rest: Tensor) -> "Mixture":
+        """`mixture` (None: the head alone) with the part `rest` (n,), to which another source adds p (n,)."""
+        log_rest = rest.log() if mixture is None else rest.log() + mixture.log_rest
+        log_odds = p.log() - log_rest
+        return cls(log_odds if mixture is None else torch.logaddexp(mixture.log_odds, log_odds), log_rest)
+
 
 class Targets(NamedTuple):
     """What the head is to predict, and what that counts."""

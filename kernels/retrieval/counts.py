@@ -111,6 +111,4 @@ class TextCounts:
             share = SHARE * (times > 0)
             ratio = self.occurrences(followed, length + 1) / times.clamp(min=1)
             rest, counted = (1 - share) * rest, (1 - share) * counted + share * ratio
-        log_rest = rest.log() if mixture is None else rest.log() + mixture.log_rest
-        log_odds = counted.log() - log_rest
-        return Mixture(log_odds if mixture is None else torch.logaddexp(mixture.log_odds, log_odds), log_rest)
+        return Mixture.after(mixture, counted, rest)

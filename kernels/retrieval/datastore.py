@@ -170,7 +170,5 @@ class Datastore:
             return mixture
         matching, every = self.sums(x, batch).unbind(1)
         share = SHARE * every.clamp(max=1) ** RISE
-        log_rest = (1 - share).log() + (0 if mixture is None else mixture.log_rest)
         # The sums are 0, or above e^(−3 γ).
-        log_odds = (share * matching / every.clamp(min=1e-37)).log() - log_rest
-        return Mixture(log_odds if mixture is None else torch.logaddexp(mixture.log_odds, log_odds), log_rest)
+        return Mixture.after(mixture, share * matching / every.clamp(min=1e-37), 1 - share)

@@ -109,14 +109,14 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
     def inputs(queries: int, keys: int, stretches: int, channels: int, kind: torch.dtype) -> tuple:
         sizes = queries, keys
         q, k = (F.rms_norm(torch.randn(x, channels, device=device), (channels,)).to(kind) for x in sizes)
-        # Stretches of very different lengths, as tokens are: the cubes of even shares.
+        # Stretches of very different lengths: they end at the cubes of even shares.
         edges = (torch.linspace(0, 1, stretches + 1, device=device) ** 3 * keys).int()
         chosen = torch.randint(stretches, (queries,), device=device).sort().values
         targets, followers = (torch.randint(9, (x,), device=device, dtype=torch.int32) for x in sizes)
         return q, targets, edges[chosen], edges[chosen + 1], k, followers
 
     real = size == "real"
-    for queries, keys, stretches, channels in [(65_536, 16_777_216, 128, 256)] if real else [
+    for queries, keys, stretches, channels in [(524_288, 16_777_216, 1024, 256)] if real else [
             (70, 300, 5, 16), (33, 40, 30, 32), (1, 200, 1, 64), (20, 0, 1, 16)]:
         yield Example(
             "sums over neighbours", f"{queries:,} × {keys:,} / {stretches} × {channels}",

@@ -26,7 +26,7 @@ from records.tools import markdown
 FAMILIES = {
     "communication": r"nccl|barrier_kernel|PtoP",
     "attention": r"flash|attention|attn|fmha",
-    "copy head": r"pointer_(query_|key_)?kernel|halves|neighbour",
+    "copy head": r"pointer_(query_|key_)?kernel|halves",
     "orthogonalisation": r"symmetric_kernel|rescale_kernel",
     "loss": r"(loss|gradient|target)_kernel|log_softmax|nll_loss",
     "matmul": r"gemm|gemv|nvjet|cutlass|matmul|_mm_|product_kernel|splitk",
