@@ -12,7 +12,7 @@ from kernels.ranks.collectives import Collectives
 from kernels.retrieval import Datastore, datastore
 
 WIDTH, VOCABULARY = 80, 7
-SMALL = {"CELLS": 6, "PROBES": 3, "SAMPLE": 256, "PART": 16}
+SMALL = {"CELLS": 6, "PROBES": 3, "SAMPLE": 256}
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,8 @@
   from kernels/ngrams/hashing.py.
 - `guesses.py`: `Guesses`, which rows tokens read.
 - `counts.py`: `TextCounts`, the n-grams of the training text.
-- `datastore.py`: `Datastore`, the states of the training text. `neighbours.py`: the kernel of its search.
+- `datastore.py`: `Datastore`, the states of the training text. `cells.py` and `neighbours.py`: the kernels that
+  put states into cells and search cells.
 - `memory.py`: `TextMemory`, counts and states as one object.
 
 Whose idea: a row for what followed a match in the document, and rows for what followed in earlier steps, are

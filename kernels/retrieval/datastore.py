@@ -19,6 +19,7 @@ from kernels.backend import EPS
 from kernels.fp8.formats import E4M3, has_fp8
 from kernels.loss import Mixture
 from kernels.ranks.collectives import Collectives, wait
+from kernels.retrieval.cells import settle, settle_reference
 from kernels.retrieval.neighbours import neighbour_sums, neighbour_sums_reference
 
 CHANNELS = 256  # of a key; fewer in a narrower model, and always a power of two
@@ -28,7 +29,6 @@ RISE = 0.08     # below that the share is SHARE (Σ e^s)^RISE
 SHARPNESS = 32  # γ
 SAMPLE = 2 ** 17    # keys, over all ranks, from which M and the centres are made
 ROUNDS = 5          # of k-means
-PART = 2 ** 16      # keys whose cells are found together
 
 
 class Datastore:
@@ -57,7 +57,7 @@ class Datastore:
         self.size, rows = size, size + (size > 0)   # What is not kept goes to the last row.
         self.keys = torch.zeros(rows, self.channels, dtype=self.kind, device=device)
         self.followers = torch.zeros(rows, dtype=torch.int32, device=device)
-        self.centres = torch.zeros(CELLS, self.channels, dtype=dtype, device=device)
+        self.centres = torch.zeros(CELLS, self.channels, dtype=self.kind, device=device)
         # After `sort`, the states of cell c are in rows edges[c] to edges[c + 1] - 1.
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
@@ -93,10 +93,8 @@ class Datastore:
         root = self.collectives.all_gathered(root)[:self.channels]      # that of rank 0
         self.projection.copy_(self.projection @ root)
         self.divide(self.key(sample.to(root) @ root).to(root))
-        cells = torch.empty_like(self.followers[:count])
-        for keys, own in zip(self.keys[:count].split(PART), cells.split(PART)):
-            keys.copy_(self.key(keys.to(root.dtype) @ root))
-            own.copy_(self.products(keys).argmax(1))
+        place = settle_reference if self.keys.device.type == "cpu" else settle
+        cells = place(self.keys[:count], root, self.centres)
         # States without a target get a cell behind all others, which is never searched.
         cells.masked_fill_(self.followers[:count] < 0, CELLS)
         cells, order = cells.sort(stable=True)
@@ -120,11 +118,13 @@ class Datastore:
         for _ in range(ROUNDS):
             belongs = self.products(sample).argmax(1, keepdim=True) == number
             self.centres.copy_(self.key(belongs.to(sample.dtype).T @ sample))
-        self.centres.copy_(self.collectives.all_gathered(self.centres)[:CELLS])     # those of rank 0
+        first = self.collectives.all_gathered(self.centres.view(torch.uint8))[:CELLS]   # those of rank 0
+        self.centres.copy_(first.view(self.kind))
 
     def products(self, keys: Tensor) -> Tensor:
         """The product of each of `keys` (n, channels) with each centre, (n, CELLS)."""
-        return keys.to(self.centres.dtype) @ self.centres.T
+        dtype = self.projection.dtype
+        return keys.to(dtype) @ self.centres.to(dtype).T
 
     def rehearse(self) -> None:
         """Sort some rows, so that the costs of first use are off the clock. Then begin again."""
