@@ -25,8 +25,8 @@
   from kernels/ngrams/hashing.py.
 - `guesses.py`: `Guesses`, which rows tokens read.
 - `counts.py`: `TextCounts`, the n-grams of the training text.
-- `datastore.py`: `Datastore`, the states of the training text. `cells.py` and `neighbours.py`: the kernels that
-  put states into cells and search cells.
+- `datastore.py`: `Datastore`, the states of the training text. `cells.py`: the kernel that puts states into
+  cells. `neighbours.py`: the kernel that searches cells.
 - `memory.py`: `TextMemory`, counts and states as one object.
 
 Whose idea: a row for what followed a match in the document, and rows for what followed in earlier steps, are
