@@ -27,7 +27,7 @@ FAMILIES = {
     "communication": r"nccl|barrier_kernel|PtoP",
     "attention": r"flash|attention|attn|fmha",
     "copy head": r"pointer_(query_|key_)?kernel|halves",
-    "search of states": r"neighbour",
+    "search of states": r"neighbour|settle",
     "orthogonalisation": r"symmetric_kernel|rescale_kernel",
     "loss": r"(loss|gradient|target)_kernel|log_softmax|nll_loss",
     "matmul": r"gemm|gemv|nvjet|cutlass|matmul|_mm_|product_kernel|splitk",
