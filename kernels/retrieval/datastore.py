@@ -58,7 +58,8 @@ class Datastore:
         self.keys = torch.zeros(rows, self.channels, dtype=self.kind, device=device)
         self.followers = torch.zeros(rows, dtype=torch.int32, device=device)
         self.centres = torch.zeros(CELLS, self.channels, dtype=self.kind, device=device)
-        # After `sort`, the states of cell c are in rows edges[c] to edges[c + 1] - 1.
+        # After `sort`, the states of cell c are order[edges[c]:edges[c + 1]], followed by as much of `following`.
+        self.order = self.following = torch.empty(0, dtype=torch.int32, device=device)
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
 
@@ -82,7 +83,7 @@ class Datastore:
         self.count += len(x)
 
     def sort(self) -> None:
-        """Even the keys out and put them in the order of their cells. All ranks must call."""
+        """Even the keys out and list them in the order of their cells. All ranks must call."""
         count = min(max(int(self.count) - self.skipped, 0), self.size)
         if not count:
             return
@@ -98,10 +99,7 @@ class Datastore:
         # States without a target get a cell behind all others, which is never searched.
         cells.masked_fill_(self.followers[:count] < 0, CELLS)
         cells, order = cells.sort(stable=True)
-        self.followers[:count] = self.followers[:count][order]
-        # Eight bytes of each key at a time take little memory. PyTorch gathers 16 bytes much more slowly.
-        for column in self.keys[:count].view(torch.int64).unbind(1):
-            column.copy_(column[order])
+        self.order, self.following = order.int(), self.followers[order]
         wanted = torch.arange(CELLS + 1, dtype=torch.int32, device=cells.device)
         self.edges.copy_(torch.searchsorted(cells, wanted))
 
@@ -151,7 +149,7 @@ class Datastore:
         query = order // PROBES
         search = neighbour_sums_reference if x.device.type == "cpu" else neighbour_sums
         found = search(q[query].view(self.kind), targets[query], self.edges[cells], self.edges[cells + 1],
-                       self.keys, self.followers, SHARPNESS / self.channels)
+                       self.keys, self.order, self.following, SHARPNESS / self.channels)
         sums = torch.empty_like(found)
         sums[order] = found
         sums = sums.view(-1, PROBES, 2).sum(1)

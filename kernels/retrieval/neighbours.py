@@ -1,10 +1,11 @@
-"""Two sums of e^s a query, s = scale · (q · k − d), over the keys of one stretch of a sorted list:
+"""Two sums of e^s a query, s = scale · (q · k − d), over one stretch of a sorted list of keys:
 
     matching = Σ_j [follower j = target] e^s_j        every = Σ_j e^s_j        first ≤ j < end
 
-So matching / every is the probability that a pointer to these keys gives to the target, if key j is the state
-of a text after which token `follower j` came. Queries and keys have d channels and, but for rounding to FP8,
-the norm √d. So s is hardly above 0, and the sums need no maximum.
+So matching / every is the probability that a pointer to these keys gives to the target, if the list's key j is
+the state of a text after which token `follower j` came. Queries and keys have d channels and, but for rounding
+to FP8, the norm √d. So s is hardly above 0, and the sums need no maximum. Keys stay where they are: the list
+says where each one is, for moving tens of millions of keys would take longer than all else that makes the list.
 
 Queries should come in the order of their stretches. Programs take a tile of queries and go over all keys from
 the first to the end of any of them; a tile whose queries share a stretch wastes nothing. Several programs
@@ -27,7 +28,7 @@ CONFIGS = [(64, 128, 4, 3, 8), (64, 64, 4, 3, 8), (64, 128, 4, 2, 8)]
 
 
 def neighbour_sums_reference(q: Tensor, targets: Tensor, first: Tensor, end: Tensor, keys: Tensor,
-                             followers: Tensor, scale: float, block: int = 256) -> Tensor:
+                             order: Tensor, followers: Tensor, scale: float, block: int = 256) -> Tensor:
     """Plain PyTorch form of `neighbour_sums`; keeps the scores of `block` queries at a time."""
     wide = torch.promote_types(torch.float32, q.dtype if q.dtype.itemsize > 1 else torch.float32)
     sums = []
@@ -35,7 +36,7 @@ def neighbour_sums_reference(q: Tensor, targets: Tensor, first: Tensor, end: Ten
         rows = slice(a, a + block)
         low, high = int(first[rows].min()), int(end[rows].max())
         place = torch.arange(low, max(low, high), device=q.device)
-        scores = q[rows].to(wide) @ keys[low:high].to(wide).mT - q.shape[1]
+        scores = q[rows].to(wide) @ keys[order[low:high]].to(wide).mT - q.shape[1]
         seen = (place >= first[rows, None]) & (place < end[rows, None])
         mass = (scale * scores).exp() * seen
         match = followers[low:high] == targets[rows, None]
@@ -44,8 +45,8 @@ def neighbour_sums_reference(q: Tensor, targets: Tensor, first: Tensor, end: Ten
 
 
 @triton.jit
-def neighbour_kernel(q_ptr, targets_ptr, first_ptr, end_ptr, keys_ptr, followers_ptr, sums_ptr, n, rate,
-                     bound, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+def neighbour_kernel(q_ptr, targets_ptr, first_ptr, end_ptr, keys_ptr, order_ptr, followers_ptr, sums_ptr, n,
+                     rate, bound, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
                      STAGES: tl.constexpr):
     """Scores are in units of log 2: `rate` = scale / log 2 times a product, less `bound` = d · rate."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -62,12 +63,14 @@ def neighbour_kernel(q_ptr, targets_ptr, first_ptr, end_ptr, keys_ptr, followers
     low += tl.program_id(1) * own
     high = tl.minimum(low + own, high)
     matching, every = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
-    # Followers are loaded a tile ahead by hand, for Triton loads only the product's inputs ahead.
+    # Places and followers are loaded a tile ahead by hand, for Triton loads only the product's inputs ahead.
+    place = tl.load(order_ptr + low + column, mask=low + column < high, other=0)
     follower = tl.load(followers_ptr + low + column, mask=low + column < high, other=-1)
     for start in tl.range(low, high, COLUMNS, num_stages=STAGES):
         key = start + column
-        at = key.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
+        at = place.to(tl.int64)[:, None] * CHANNELS + channel[None, :]
         k = tl.load(keys_ptr + at, mask=key[:, None] < high, other=0.0)
+        place = tl.load(order_ptr + key + COLUMNS, mask=key + COLUMNS < high, other=0)
         following = tl.load(followers_ptr + key + COLUMNS, mask=key + COLUMNS < high, other=-1)
         mass = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * rate - bound)
         mass = tl.where((key[None, :] >= first[:, None]) & (key[None, :] < end[:, None]), mass, 0.0)
@@ -79,27 +82,27 @@ def neighbour_kernel(q_ptr, targets_ptr, first_ptr, end_ptr, keys_ptr, followers
     tl.store(out + 1, every, mask=row < n)
 
 
-def neighbour_sums(q: Tensor, targets: Tensor, first: Tensor, end: Tensor, keys: Tensor, followers: Tensor,
-                   scale: float, tuned: tuple[int, ...] = CONFIGS[0]) -> Tensor:
+def neighbour_sums(q: Tensor, targets: Tensor, first: Tensor, end: Tensor, keys: Tensor, order: Tensor,
+                   followers: Tensor, scale: float, tuned: tuple[int, ...] = CONFIGS[0]) -> Tensor:
     """Both sums of each query, (n, 2) float32: over keys whose follower is the target, and over all keys.
 
-    q (n, d) and `keys` (m, d): of one dtype, FP8 too; d a power of two. `targets`, `first`, `end` (n,) and
-    `followers` (m,): int32. A follower of -1 matches only a target of -1, which no score counts. There is no
+    q (n, d) and `keys` (·, d): of one dtype, FP8 too; d a power of two. Rows `order` (m,) of the keys, followed
+    by `followers` (m,), are the list. These, `targets`, `first` and `end` (n,) are int32. A follower of -1 matches only a target of -1, which no score counts. There is no
     gradient.
     """
-    (n, channels), m = q.shape, len(keys)
+    (n, channels), m = q.shape, len(order)
     fits = keys.ndim == 2 and keys.shape[1] == channels and channels >= 16 and channels & (channels - 1) == 0
     check(fits and keys.is_contiguous() and keys.dtype == q.dtype, "keys", keys,
-          f"contiguous {q.dtype} (m, {channels}), of 16, 32, … channels")
+          f"contiguous {q.dtype} (·, {channels}), of 16, 32, … channels")
     check(q.is_contiguous(), "q", q, "contiguous")
     for name, x, length in (("targets", targets, n), ("first", first, n), ("end", end, n),
-                            ("followers", followers, m)):
+                            ("order", order, m), ("followers", followers, m)):
         check(x.shape == (length,) and x.dtype == torch.int32, name, x, f"int32 ({length},)")
     rows, columns, warps, stages, parts = tuned
     sums, rate = q.new_empty(parts, n, 2, dtype=torch.float32), scale / math.log(2)
     if n:
         neighbour_kernel[triton.cdiv(n, rows), parts](
-            q, targets, first, end, keys, followers, sums, n, rate, rate * channels, ROWS=rows,
+            q, targets, first, end, keys, order, followers, sums, n, rate, rate * channels, ROWS=rows,
             COLUMNS=columns // q.element_size(), CHANNELS=channels, STAGES=stages, num_warps=warps)
     return sums.sum(0)
 
@@ -113,7 +116,8 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         edges = (torch.linspace(0, 1, stretches + 1, device=device) ** 3 * keys).int()
         chosen = torch.randint(stretches, (queries,), device=device).sort().values
         targets, followers = (torch.randint(9, (x,), device=device, dtype=torch.int32) for x in sizes)
-        return q, targets, edges[chosen], edges[chosen + 1], k, followers
+        order = torch.randperm(keys, device=device, dtype=torch.int32)
+        return q, targets, edges[chosen], edges[chosen + 1], k, order, followers
 
     real = size == "real"
     for queries, keys, stretches, channels in [(524_288, 16_777_216, 1024, 256)] if real else [
