@@ -3,13 +3,14 @@
 Khandelwal et al. (arXiv 1911.00172) keep a state of every token of the training text. When a text is scored,
 what followed similar states has a part of the next token's probability: each state has the weight
 e^(γ (cos − 1)) of its angle to the present one. Each state belongs to the nearest of CELLS centres, and a
-query sees the states of the PROBES centres that are nearest to it, about 1% of all. This is an inverted file
+query sees the states of the PROBES centres that are nearest to it, under 2% of all. This is an inverted file
 (Jégou et al., https://doi.org/10.1109/TPAMI.2010.57).
 
 The states are those that training made anyway: what the last layer's MLP reads. A key is the state in
 CHANNELS random directions, scaled to the norm √CHANNELS and rounded to FP8. Older keys come from older
-weights than the queries do. Before a score keys are multiplied by M^(-1/4), M being their second moments, and
-scaled again. So directions in which they vary most count less. Each further score does so once more.
+weights than the queries do. Before a score keys are multiplied by M^POWER, where M are their second
+moments, and scaled again. So directions in which they vary most count less. Each further score does so once
+more.
 """
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ from kernels.retrieval.cells import settle, settle_reference
 from kernels.retrieval.neighbours import neighbour_sums, neighbour_sums_reference
 
 CHANNELS = 256  # of a key; fewer in a narrower model, and always a power of two
-CELLS, PROBES = 1024, 8     # centres; centres whose states a query sees
+POWER = -1 / 4  # of the keys' second moments M
+CELLS, PROBES = 1024, 16    # centres; centres whose states a query sees
 SHARE = 0.2     # of what followed similar states in the probability, where Σ e^s ≥ 1
 RISE = 0.08     # below that the share is SHARE (Σ e^s)^RISE
 SHARPNESS = 32  # γ
@@ -40,7 +42,7 @@ class Datastore:
     def __init__(self, kept: int, tokens: int, embedding: Tensor, collectives: Collectives):
         """For the last `kept` of the `tokens` that all ranks read; 0: nothing is kept.
 
-        A state takes 260 bytes where there is FP8. `embedding` (vocabulary, width): a state is as wide.
+        A state takes 268 bytes where there is FP8, and 16 more while states are sorted. `embedding` (vocabulary, width): a state is as wide.
         """
         width, dtype, device = embedding.shape[1], embedding.dtype, embedding.device
         self.collectives = collectives
@@ -58,8 +60,9 @@ class Datastore:
         self.keys = torch.zeros(rows, self.channels, dtype=self.kind, device=device)
         self.followers = torch.zeros(rows, dtype=torch.int32, device=device)
         self.centres = torch.zeros(CELLS, self.channels, dtype=self.kind, device=device)
-        # After `sort`, the states of cell c are order[edges[c]:edges[c + 1]], followed by as much of `following`.
-        self.order = self.following = torch.empty(0, dtype=torch.int32, device=device)
+        # After `sort`, the states of cell c are rows order[edges[c]:edges[c + 1]], and `following` has as many of
+        # their followers.
+        self.order, self.following = torch.zeros(2, size, dtype=torch.int32, device=device)
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
 
@@ -90,7 +93,7 @@ class Datastore:
         sample = self.sample(count)
         # The identity keeps moments above 0. It is little beside them, for they sum up to SAMPLE · channels.
         values, vectors = torch.linalg.eigh((sample.T @ sample).double().cpu() + torch.eye(self.channels))
-        root = ((vectors * (values / values.mean()) ** -0.25) @ vectors.T).to(self.projection)
+        root = ((vectors * (values / values.mean()) ** POWER) @ vectors.T).to(self.projection)
         root = self.collectives.all_gathered(root)[:self.channels]      # that of rank 0
         self.projection.copy_(self.projection @ root)
         self.divide(self.key(sample.to(root) @ root).to(root))
@@ -99,7 +102,8 @@ class Datastore:
         # States without a target get a cell behind all others, which is never searched.
         cells.masked_fill_(self.followers[:count] < 0, CELLS)
         cells, order = cells.sort(stable=True)
-        self.order, self.following = order.int(), self.followers[order]
+        self.order[:count] = order
+        torch.index_select(self.followers, 0, order, out=self.following[:count])
         wanted = torch.arange(CELLS + 1, dtype=torch.int32, device=cells.device)
         self.edges.copy_(torch.searchsorted(cells, wanted))
 

@@ -87,8 +87,8 @@ def neighbour_sums(q: Tensor, targets: Tensor, first: Tensor, end: Tensor, keys:
     """Both sums of each query, (n, 2) float32: over keys whose follower is the target, and over all keys.
 
     q (n, d) and `keys` (·, d): of one dtype, FP8 too; d a power of two. Rows `order` (m,) of the keys, followed
-    by `followers` (m,), are the list. These, `targets`, `first` and `end` (n,) are int32. A follower of -1 matches only a target of -1, which no score counts. There is no
-    gradient.
+    by `followers` (m,), are the list. These, `targets`, `first` and `end` (n,) are int32. A follower of -1 matches
+    only a target of -1, which no score counts. There is no gradient.
     """
     (n, channels), m = q.shape, len(order)
     fits = keys.ndim == 2 and keys.shape[1] == channels and channels >= 16 and channels & (channels - 1) == 0

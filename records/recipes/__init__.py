@@ -1,1 +1,1 @@
-"""What is not part of the program: a preset (`medium.py`)."""
+"""What is not part of the program: presets (`medium.py`, `sprint.py`)."""
