@@ -42,7 +42,8 @@ class Datastore:
     def __init__(self, kept: int, tokens: int, embedding: Tensor, collectives: Collectives):
         """For the last `kept` of the `tokens` that all ranks read; 0: nothing is kept.
 
-        A state takes 268 bytes where there is FP8, and 16 more while states are sorted. `embedding` (vocabulary, width): a state is as wide.
+        A state takes 268 bytes where there is FP8, and 16 more while states are sorted. `embedding`
+        (vocabulary, width): a state is as wide.
         """
         width, dtype, device = embedding.shape[1], embedding.dtype, embedding.device
         self.collectives = collectives
@@ -60,8 +61,8 @@ class Datastore:
         self.keys = torch.zeros(rows, self.channels, dtype=self.kind, device=device)
         self.followers = torch.zeros(rows, dtype=torch.int32, device=device)
         self.centres = torch.zeros(CELLS, self.channels, dtype=self.kind, device=device)
-        # After `sort`, the states of cell c are rows order[edges[c]:edges[c + 1]], and `following` has as many of
-        # their followers.
+        # After `sort`, the keys of cell c are those of rows order[edges[c]:edges[c + 1]]. The same part of
+        # `following` has their followers.
         self.order, self.following = torch.zeros(2, size, dtype=torch.int32, device=device)
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
