@@ -153,7 +153,7 @@ class Datastore:
         cells, order = cells.flatten().sort()
         query = order // PROBES
         search = neighbour_sums_reference if x.device.type == "cpu" else neighbour_sums
-        found = search(q[query].view(self.kind), targets[query], self.edges[cells], self.edges[cells + 1],
+        found = search(q[query].view(self.kind), targets[query], self.edges[torch.stack([cells, cells + 1])],
                        self.keys, self.order, self.following, SHARPNESS / self.channels)
         sums = torch.empty_like(found)
         sums[order] = found

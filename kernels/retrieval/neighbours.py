@@ -2,10 +2,11 @@
 
     matching = Σ_j [follower j = target] e^s_j        every = Σ_j e^s_j        first ≤ j < end
 
-So matching / every is the probability that a pointer to these keys gives to the target, if the list's key j is
-the state of a text after which token `follower j` came. Queries and keys have d channels and, but for rounding
-to FP8, the norm √d. So s is hardly above 0, and the sums need no maximum. Keys stay where they are: the list
-says where each one is, for moving tens of millions of keys would take longer than all else that makes the list.
+So matching / every is the probability that a pointer to these keys gives to the target, if the list's key j
+is the state of a text after which token `follower j` came. Queries and keys have d channels and, but for
+rounding to FP8, the norm √d. So s is hardly above 0, and the sums need no maximum. Keys stay where they are,
+and the list says where that is, because moving tens of millions of keys takes longer than all else that makes
+the list.
 
 Queries should come in the order of their stretches. Programs take a tile of queries and go over all keys from
 the first to the end of any of them; a tile whose queries share a stretch wastes nothing. Several programs
@@ -27,17 +28,18 @@ from kernels.example import Example
 CONFIGS = [(64, 128, 4, 3, 8), (64, 64, 4, 3, 8), (64, 128, 4, 2, 8)]
 
 
-def neighbour_sums_reference(q: Tensor, targets: Tensor, first: Tensor, end: Tensor, keys: Tensor,
-                             order: Tensor, followers: Tensor, scale: float, block: int = 256) -> Tensor:
+def neighbour_sums_reference(q: Tensor, targets: Tensor, stretches: Tensor, keys: Tensor, order: Tensor,
+                             followers: Tensor, scale: float, block: int = 256) -> Tensor:
     """Plain PyTorch form of `neighbour_sums`; keeps the scores of `block` queries at a time."""
     wide = torch.promote_types(torch.float32, q.dtype if q.dtype.itemsize > 1 else torch.float32)
     sums = []
     for a in range(0, len(q), block):
         rows = slice(a, a + block)
-        low, high = int(first[rows].min()), int(end[rows].max())
+        first, end = stretches[:, rows]
+        low, high = int(first.min()), int(end.max())
         place = torch.arange(low, max(low, high), device=q.device)
         scores = q[rows].to(wide) @ keys[order[low:high]].to(wide).mT - q.shape[1]
-        seen = (place >= first[rows, None]) & (place < end[rows, None])
+        seen = (place >= first[:, None]) & (place < end[:, None])
         mass = (scale * scores).exp() * seen
         match = followers[low:high] == targets[rows, None]
         sums.append(torch.stack([(mass * match).sum(1), mass.sum(1)], 1))
@@ -45,8 +47,8 @@ def neighbour_sums_reference(q: Tensor, targets: Tensor, first: Tensor, end: Ten
 
 
 @triton.jit
-def neighbour_kernel(q_ptr, targets_ptr, first_ptr, end_ptr, keys_ptr, order_ptr, followers_ptr, sums_ptr, n,
-                     rate, bound, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
+def neighbour_kernel(q_ptr, targets_ptr, stretches_ptr, keys_ptr, order_ptr, followers_ptr, sums_ptr, n, rate,
+                     bound, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
                      STAGES: tl.constexpr):
     """Scores are in units of log 2: `rate` = scale / log 2 times a product, less `bound` = d · rate."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -54,8 +56,8 @@ def neighbour_kernel(q_ptr, targets_ptr, first_ptr, end_ptr, keys_ptr, order_ptr
     q_ptr += row.to(tl.int64)[:, None] * CHANNELS
     q = tl.load(q_ptr + channel[None, :], mask=row[:, None] < n, other=0.0)
     target = tl.load(targets_ptr + row, mask=row < n, other=-2)
-    first = tl.load(first_ptr + row, mask=row < n, other=0)
-    end = tl.load(end_ptr + row, mask=row < n, other=0)
+    first = tl.load(stretches_ptr + row, mask=row < n, other=0)
+    end = tl.load(stretches_ptr + n + row, mask=row < n, other=0)
     # Without any key low is high, for loads ahead of a loop from 0x7FFFFFFF would overflow 32 bits.
     high = tl.max(end)
     low = tl.minimum(tl.min(tl.where(first < end, first, 0x7FFFFFFF)), high)
@@ -82,27 +84,29 @@ def neighbour_kernel(q_ptr, targets_ptr, first_ptr, end_ptr, keys_ptr, order_ptr
     tl.store(out + 1, every, mask=row < n)
 
 
-def neighbour_sums(q: Tensor, targets: Tensor, first: Tensor, end: Tensor, keys: Tensor, order: Tensor,
+def neighbour_sums(q: Tensor, targets: Tensor, stretches: Tensor, keys: Tensor, order: Tensor,
                    followers: Tensor, scale: float, tuned: tuple[int, ...] = CONFIGS[0]) -> Tensor:
     """Both sums of each query, (n, 2) float32: over keys whose follower is the target, and over all keys.
 
-    q (n, d) and `keys` (·, d): of one dtype, FP8 too; d a power of two. Rows `order` (m,) of the keys, followed
-    by `followers` (m,), are the list. These, `targets`, `first` and `end` (n,) are int32. A follower of -1 matches
-    only a target of -1, which no score counts. There is no gradient.
+    q (n, d) and `keys` (·, d): of one dtype, FP8 too; d a power of two. The list is rows `order` (m,) of the
+    keys, followed by `followers` (m,). `stretches` (2, n): where each query's stretch begins and ends. These
+    and `targets` (n,) are int32. A follower of -1 matches only a target of -1, which no score counts. There
+    is no gradient.
     """
     (n, channels), m = q.shape, len(order)
     fits = keys.ndim == 2 and keys.shape[1] == channels and channels >= 16 and channels & (channels - 1) == 0
     check(fits and keys.is_contiguous() and keys.dtype == q.dtype, "keys", keys,
           f"contiguous {q.dtype} (·, {channels}), of 16, 32, … channels")
     check(q.is_contiguous(), "q", q, "contiguous")
-    for name, x, length in (("targets", targets, n), ("first", first, n), ("end", end, n),
-                            ("order", order, m), ("followers", followers, m)):
-        check(x.shape == (length,) and x.dtype == torch.int32, name, x, f"int32 ({length},)")
+    for name, x, *shape in (("targets", targets, n), ("stretches", stretches, 2, n), ("order", order, m),
+                            ("followers", followers, m)):
+        check(x.shape == (*shape,) and x.is_contiguous() and x.dtype == torch.int32, name, x,
+              f"contiguous int32 {(*shape,)}")
     rows, columns, warps, stages, parts = tuned
     sums, rate = q.new_empty(parts, n, 2, dtype=torch.float32), scale / math.log(2)
     if n:
         neighbour_kernel[triton.cdiv(n, rows), parts](
-            q, targets, first, end, keys, order, followers, sums, n, rate, rate * channels, ROWS=rows,
+            q, targets, stretches, keys, order, followers, sums, n, rate, rate * channels, ROWS=rows,
             COLUMNS=columns // q.element_size(), CHANNELS=channels, STAGES=stages, num_warps=warps)
     return sums.sum(0)
 
@@ -117,7 +121,7 @@ def examples(size: str, device: torch.device, dtype: torch.dtype) -> Iterator[Ex
         chosen = torch.randint(stretches, (queries,), device=device).sort().values
         targets, followers = (torch.randint(9, (x,), device=device, dtype=torch.int32) for x in sizes)
         order = torch.randperm(keys, device=device, dtype=torch.int32)
-        return q, targets, edges[chosen], edges[chosen + 1], k, order, followers
+        return q, targets, edges[torch.stack([chosen, chosen + 1])], k, order, followers
 
     real = size == "real"
     for queries, keys, stretches, channels in [(524_288, 16_777_216, 1024, 256)] if real else [

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc_per_node=2 -m records.recipes.sprint [--seed 1 …]
 
 Against preset `corpus` the fifth of its seven layers is missing, which is 10.6% of the time for some 0.02 on
-`clean`, as are two of five heads and n-grams of 4 and 5 tokens. Counts of the training text (`--retrieval`) and
-all its states (`--states`) gain most of that back. A run reads nearly all of the corpus. One H200 has memory
-for `--states 100000000 --ngram_rows 201326592`.
+`clean`, as are two of five heads and n-grams of 4 and 5 tokens. Counts of the training text (`--retrieval`)
+and all its states (`--states`) gain most of that back. A run reads nearly all of the corpus. One H200 has
+memory for `--states 100000000 --ngram_rows 201326592`.
 """
 import sys
 
