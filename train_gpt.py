@@ -1041,13 +1041,13 @@ class Trainer:
         else:
             self.program(step, batches)
         self.optimizer.averages.after(step.index)
-        if self.config.check_ranks and (step.index + 1) % self.config.check_ranks == 0:
+        if self.config.check_ranks and not (step.index + 1) % self.config.check_ranks:
             self.optimizer.check_ranks()
         return self.loss.clone()                    # The next replay writes over `self.loss`.
 
     def program(self, step: Step, batches: list[Batch]) -> None:
         """What a step does on the device: the same for all steps of its kind, without a wait for the host."""
-        optimizer, total = self.optimizer, torch.zeros((), device=self.world.device)
+        optimizer, total = self.optimizer, torch.zeros_like(self.loss)
         optimizer.begin(step)
         transit = Transit(optimizer)
         for i, batch in enumerate(batches):
@@ -1076,11 +1076,11 @@ class Trainer:
     def validate(self, step: Step, text: ScoredText | None = None) -> float:
         """The mean loss over the scored tokens of `text`, or of the validation text, in nats a token."""
         self.optimizer.gather()
-        text = text or self.validation
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for batch in text.batches[self.world.rank::self.world.size]:
-            total += self.model.score(to_device(batch, self.world.device), step)
-        wait(self.world.collectives.all_reduce(total))
+        text, world = text or self.validation, self.world
+        total = torch.zeros((), dtype=torch.float64, device=world.device)
+        for batch in text.batches[world.rank::world.size]:
+            total += self.model.score(to_device(batch, world.device), step)
+        wait(world.collectives.all_reduce(total))
         return total.item() / text.tokens
 
     def warm_up(self) -> None:
@@ -1103,10 +1103,10 @@ class Trainer:
                 act(step, batches)
         updates.restore(self.optimizer.state(), before)
         del before                                  # Validation needs the memory of the copies.
-        self.model.memory.rehearse()
         batch = to_device(self.validation.batches[0], self.world.device)
         with canonical.without_waiting():
             for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())):
+                self.model.memory.rehearse(self.model, step)
                 self.model.score(batch, step)
 
     def validation_points(self) -> list[int]:
@@ -1133,8 +1133,8 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
                     config, step, trainer.loader.candidates_of(step.shape)), loss)
                 done = step.index + 1
                 if done in points:
-                    trainer.optimizer.gather()      # on the clock, for it belongs to the step
-                    trainer.model.memory.sort()     # on the clock, for every score needs it sorted
+                    trainer.optimizer.gather()      # on the clock, since every score needs it
+                    trainer.model.memory.sort(trainer.model, schedule.validation(done))     # likewise
                     with clock.paused():
                         report.validation(done, trainer.validate(schedule.validation(done)))
                 keeper.after(done)

@@ -1,5 +1,6 @@
 """Batches: which sequences each step trains on, planned a little ahead. scoring.py makes what is scored."""
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
@@ -20,6 +21,7 @@ from data.shards import ShardError, open_shard, shards_in
 
 AHEAD = 4           # steps whose batches are made before they are asked for
 MEASURED = 64       # steps of validation text that the bounds of a batch are taken from
+SWITCH = 0.0002     # seconds after which Python asks a thread for its lock if another one waits for it
 ALIGNED = 32        # numbers: each tensor of a batch starts at a multiple of 128 bytes on a GPU
 # Before the run only the validation text tells how much text the cuts drop. If by that a schedule reads more
 # text than there is, by more than this share, the run is refused. If by less, the text may still end before
@@ -317,6 +319,9 @@ class Loader:
         def deliver() -> Iterator[list[Batch]]:
             rest, in_turn, ahead = iter(indices), cycle(rooms or [None]), deque()
             with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as opener, ExitStack() as end:
+                # By default Python lets a thread wait 5 ms for its lock, which is a third of a short step.
+                end.callback(sys.setswitchinterval, sys.getswitchinterval())
+                sys.setswitchinterval(SWITCH)
                 # Parts that no step has come to are not worth waiting for.
                 end.callback(opener.shutdown, wait=False, cancel_futures=True)
                 # Another thread reads ahead, since a part may take longer than a step.
