@@ -41,7 +41,7 @@ class TextMemory:
     def sort(self, model, step) -> None:
         """Make ready for scores `model.score(batch, step)`. All ranks must call."""
         self.counts.sort()
-        self.states.sort(partial(model.score, step=step))
+        self.states.sort()
 
     def rehearse(self, model, step) -> None:
         """Sort once, so that the costs of first use are off the clock. Then begin again."""
