@@ -1103,10 +1103,10 @@ class Trainer:
                 act(step, batches)
         updates.restore(self.optimizer.state(), before)
         del before                                  # Validation needs the memory of the copies.
+        self.model.memory.rehearse()
         batch = to_device(self.validation.batches[0], self.world.device)
         with canonical.without_waiting():
             for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())):
-                self.model.memory.rehearse(self.model, step)
                 self.model.score(batch, step)
 
     def validation_points(self) -> list[int]:
@@ -1134,7 +1134,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
                 done = step.index + 1
                 if done in points:
                     trainer.optimizer.gather()      # on the clock, since every score needs it
-                    trainer.model.memory.sort(trainer.model, schedule.validation(done))     # likewise
+                    trainer.model.memory.sort()     # on the clock, since every score needs it sorted
                     with clock.paused():
                         report.validation(done, trainer.validate(schedule.validation(done)))
                 keeper.after(done)

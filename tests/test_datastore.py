@@ -9,7 +9,7 @@ from conftest import process
 import train_gpt
 from kernels.loss import Mixture
 from kernels.ranks.collectives import Collectives
-from kernels.retrieval import Datastore, datastore, rereading
+from kernels.retrieval import Datastore, datastore
 
 WIDTH, VOCABULARY = 80, 7
 SMALL = {"CELLS": 6, "PROBES": 3, "SAMPLE": 256}
@@ -31,14 +31,6 @@ def batch(n: int, seed: int) -> tuple[torch.Tensor, train_gpt.Batch]:
     return states, train_gpt.Batch(tokens, targets, bounds, *[tokens[:0]] * 3, n)
 
 
-def learn(store: Datastore, n: int, seed: int) -> None:
-    store.learn(*batch(n, seed), torch.arange(n) == 0)
-
-
-def mix(store: Datastore, mixture, x, asked):
-    return store.mixed(mixture, x, asked, torch.arange(len(x)) == 0)
-
-
 def empty(kept: int, text: int) -> Datastore:
     return Datastore(kept, text, torch.empty(VOCABULARY, WIDTH), Collectives(1))
 
@@ -46,7 +38,7 @@ def empty(kept: int, text: int) -> Datastore:
 def filled(sizes: tuple[int, ...] = (40, 30), kept: int = 70) -> Datastore:
     store = empty(kept, sum(sizes))
     for seed, n in enumerate(sizes):
-        learn(store, n, seed)
+        store.learn(*batch(n, seed))
     store.sort()
     return store
 
@@ -81,7 +73,7 @@ def test_states_beyond_the_text_are_not_kept():
     """Warm-up may take more steps than the run."""
     store, wanted = empty(70, 70), filled()
     for seed, n in enumerate((40, 30, 20)):
-        learn(store, n, seed)
+        store.learn(*batch(n, seed))
     store.sort()
     x, asked = batch(25, 9)
     torch.testing.assert_close(store.sums(x, asked), wanted.sums(x, asked), rtol=1e-5, atol=0)
@@ -91,39 +83,12 @@ def test_states_that_come_after_sorting_are_found_too():
     """Each state finds itself: the second sort evens out what the first one had evened out."""
     store = empty(70, 70)
     for seed, n in enumerate((40, 30)):
-        learn(store, n, seed)
+        store.learn(*batch(n, seed))
         store.sort()
     for seed, n in enumerate((40, 30)):
         x, known = batch(n, seed)
         has_target = known.targets >= 0
         assert (store.sums(x, known)[has_target] >= 0.999).all()
-
-
-def test_older_keys_become_those_of_the_present_weights(monkeypatch):
-    """By a map of each half of the states, from 80 states that follow the first start of a sequence in it."""
-    for name, value in {"PARTS": 2, "LEAST": 2, "RIDGE": 1e-6}.items():
-        monkeypatch.setattr(rereading, name, value)
-    store, text, starts = empty(320, 320), torch.arange(320, dtype=torch.int32), torch.arange(320) % 30 == 0
-    generator = torch.Generator().manual_seed(0)
-    then = torch.randn(320, store.channels, generator=generator)
-    drift = torch.linalg.qr(torch.randn(2, store.channels, store.channels, generator=generator))[0]
-    now = (then.view(2, 160, -1) @ drift).flatten(0, 1) @ store.directions.T
-    asked = batch(320, 0)[1]._replace(tokens=text, targets=text + 1, max_length=30)
-    for rows in text.long().split(80):
-        part = asked._replace(tokens=asked.tokens[rows], targets=asked.targets[rows])
-        store.learn(then[rows] @ store.directions.T, part, starts[rows])
-    read = []
-
-    def score(again: train_gpt.Batch) -> None:
-        read.append(again)
-        assert (again.targets == again.tokens + 1).all()
-        with torch.no_grad():
-            assert mix(store, None, now[again.tokens], again) is None
-
-    store.sort(score)
-    assert [again.tokens.tolist() for again in read] == [[*range(80)], [*range(180, 260)]]
-    assert [again.cu_seqlens.tolist() for again in read] == [[0, 30, 60, 80]] * 2
-    assert (store.sums(now, asked)[:, 0] > 0.99).all()
 
 
 def test_probabilities_of_all_tokens_sum_to_one(monkeypatch):
@@ -137,7 +102,7 @@ def test_probabilities_of_all_tokens_sum_to_one(monkeypatch):
         total = torch.zeros(25)
         for token in range(VOCABULARY):
             with torch.no_grad():
-                mixed = mix(store, mixture, x, asked._replace(targets=torch.full_like(asked.targets, token)))
+                mixed = store.mixed(mixture, x, asked._replace(targets=torch.full_like(asked.targets, token)))
             total += (head[:, token].exp() + mixed.log_odds.exp()) * mixed.log_rest.exp()
         # The other source is not one of this test: its part is what e^-2 stands for, for each token.
         other = 0 if mixture is None else (before.log_rest + before.log_odds).exp() * VOCABULARY + (
@@ -150,18 +115,18 @@ def test_probabilities_of_all_tokens_sum_to_one(monkeypatch):
 def test_in_training_the_mixture_stays_and_states_are_kept():
     store = empty(20, 20)
     mixture = Mixture(torch.zeros(20), torch.zeros(20))
-    assert mix(store, mixture, *batch(20, 0)) is mixture and store.count == 20
+    assert store.mixed(mixture, *batch(20, 0)) is mixture and store.count == 20
     store.sort()
     assert store.sums(*batch(5, 1)).any()
     store.forget()
     assert store.count == 0 and not store.sums(*batch(5, 1)).any()
-    assert empty(0, 20).mixed(None, None, None, None) is None
+    assert empty(0, 20).mixed(None, None, None) is None
 
 
 def test_rehearsal_leaves_nothing():
     """Not even in the projection, which each sort changes."""
     store, fresh = filled(), empty(70, 70)
-    store.rehearse(None)
+    store.rehearse()
     assert store.count == 0 and not store.edges.any() and (store.projection == fresh.projection).all()
 
 
@@ -178,7 +143,7 @@ def search_on_two(rank: int) -> None:
         setattr(datastore, name, size)
     world = train_gpt.World()
     store = Datastore(70, 70, torch.empty(VOCABULARY, WIDTH), world.collectives)
-    learn(store, 35, rank)
+    store.learn(*batch(35, rank))
     store.sort()
     x, asked = batch(25, 8 + rank)
     torch.testing.assert_close(store.sums(x, asked).double().numpy(), plain(store, {0: 35, 1: 35}, x, asked),

@@ -1,5 +1,6 @@
 """The loader: order against a plain reference, each token at most once, ranks and timing, too little data."""
 import re
+import sys
 import threading
 import time
 import tracemalloc
@@ -148,6 +149,13 @@ def test_the_training_text_is_not_read_before_its_first_batch(config, monkeypatc
     del opened[:]
     next(plan.prefetch(range(3)))
     assert opened and {len(open_shard(path)) for path in find_shards(config.data_path, "train")} >= {*opened}
+
+
+def test_threads_wait_less_for_one_another_while_batches_are_made(config):
+    usual = sys.getswitchinterval()
+    for _ in loader(config).prefetch(range(2)):
+        assert sys.getswitchinterval() < usual / 10
+    assert sys.getswitchinterval() == usual
 
 
 def test_any_steps_in_any_order_can_be_prefetched(config):

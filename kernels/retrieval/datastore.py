@@ -2,18 +2,16 @@
 
 Khandelwal et al. (arXiv 1911.00172) keep a state of every token of the training text. When a text is scored,
 what followed similar states has a part of the next token's probability: each state has the weight
-e^(γ (cos − 1)) of its angle to the present one. Each state belongs to the nearest of CELLS centres. A query
-sees the states of the PROBES centres that are nearest to it, about 1% of all. This is an inverted file
+e^(γ (cos − 1)) of its angle to the present one. Each state belongs to the nearest of CELLS centres, and a
+query sees the states of the PROBES centres that are nearest to it, about 1% of all. This is an inverted file
 (Jégou et al., https://doi.org/10.1109/TPAMI.2010.57).
 
 The states are those that training made anyway: what the last layer's MLP reads. A key is the state in
 CHANNELS random directions, scaled to the norm √CHANNELS and rounded to FP8. Older keys come from older
-weights than the queries do. Before a score they are made more like those of the present weights
-(rereading.py). Then keys are multiplied by M^POWER, where M are their second moments, and scaled again. So
-directions in which they vary most count less. Each further score does so once more.
+weights than the queries do. Before a score keys are multiplied by M^POWER, where M are their second
+moments, and scaled again. So directions in which they vary most count less. Each further score does so once
+more.
 """
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +22,6 @@ from kernels.loss import Mixture
 from kernels.ranks.collectives import Collectives, wait
 from kernels.retrieval.cells import settle, settle_reference
 from kernels.retrieval.neighbours import neighbour_sums, neighbour_sums_reference
-from kernels.retrieval.rereading import batch_of, nearest_maps, signed, stretches
 
 CHANNELS = 256  # of a key; fewer in a narrower model, and always a power of two
 POWER = -1 / 4  # of the keys' second moments M
@@ -34,7 +31,6 @@ RISE = 0.08     # below that the share is SHARE (Σ e^s)^RISE
 SHARPNESS = 32  # γ
 SAMPLE = 2 ** 17    # keys, over all ranks, from which M and the centres are made
 ROUNDS = 5          # of k-means
-REHEARSED = 2 ** 20     # keys that a rehearsal sorts; of so many as much text is read again as in a run
 
 
 class Datastore:
@@ -46,7 +42,7 @@ class Datastore:
     def __init__(self, kept: int, tokens: int, embedding: Tensor, collectives: Collectives):
         """For the last `kept` of the `tokens` that all ranks read; 0: nothing is kept.
 
-        A state takes 272 bytes where there is FP8, and 16 more while states are sorted. `embedding`
+        A state takes 268 bytes where there is FP8, and 16 more while states are sorted. `embedding`
         (vocabulary, width): a state is as wide.
         """
         width, dtype, device = embedding.shape[1], embedding.dtype, embedding.device
@@ -63,16 +59,13 @@ class Datastore:
         self.kind = E4M3 if dtype == torch.bfloat16 and not old else dtype
         self.size, rows = size, size + (size > 0)   # What is not kept goes to the last row.
         self.keys = torch.zeros(rows, self.channels, dtype=self.kind, device=device)
-        # -1: no follower; a token that starts a sequence (`signed`)
-        self.followers, self.tokens = torch.full((2, rows), -1, dtype=torch.int32, device=device)
+        self.followers = torch.zeros(rows, dtype=torch.int32, device=device)
         self.centres = torch.zeros(CELLS, self.channels, dtype=self.kind, device=device)
         # After `sort`, the keys of cell c are those of rows order[edges[c]:edges[c + 1]]. The same part of
         # `following` has their followers.
         self.order, self.following = torch.zeros(2, size, dtype=torch.int32, device=device)
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
-        # What text that is read again looks like: a batch, its longest sequence. While it is read: its keys.
-        self.form, self.longest, self.read = None, 0, None
 
     def normed(self, x: Tensor) -> Tensor:
         """States x (n, width) as queries or keys, (n, channels)."""
@@ -83,29 +76,22 @@ class Datastore:
         return F.rms_norm(x, (self.channels,), eps=EPS).to(self.kind)
 
     @torch.no_grad()
-    def learn(self, x: Tensor, batch, is_start: Tensor) -> None:
+    def learn(self, x: Tensor, batch) -> None:
         """Keep this rank's states x (n, width) of a training `batch`. Nothing waits for the host."""
-        self.form, self.longest = batch, max(self.longest, batch.max_length)
         # States that are not kept go to the last row, as do those beyond the run: warm-up may be longer.
         place = self.count - self.skipped + torch.arange(len(x), device=x.device)
         places = torch.where((place >= 0) & (place < self.size), place, self.size)
         into, keys = (one.view(torch.int64) for one in (self.keys, self.normed(x)))
         into.index_copy_(0, places, keys)       # eight bytes at a time
         self.followers.index_copy_(0, places, batch.targets)
-        self.tokens.index_copy_(0, places, signed(batch.tokens, is_start))
         self.count += len(x)
 
-    @torch.no_grad()
-    def sort(self, score: Callable | None = None) -> None:
-        """Make keys like those of the present weights, even them out and list them by cells. All ranks call.
-
-        `score` reads a batch with the present weights, and calls `mixed`. None: keys are only evened out.
-        """
+    def sort(self) -> None:
+        """Even the keys out and list them in the order of their cells. All ranks must call."""
         count = min(max(int(self.count) - self.skipped, 0), self.size)
         if not count:
             return
-        maps = self.maps(count, score) if score else self.unchanged()
-        sample = self.sample(count, maps)
+        sample = self.sample(count)
         # The identity keeps moments above 0. It is little beside them, for they sum up to SAMPLE · channels.
         values, vectors = torch.linalg.eigh((sample.T @ sample).double().cpu() + torch.eye(self.channels))
         root = ((vectors * (values / values.mean()) ** POWER) @ vectors.T).to(self.projection)
@@ -113,8 +99,7 @@ class Datastore:
         self.projection.copy_(self.projection @ root)
         self.divide(self.key(sample.to(root) @ root).to(root))
         place = settle_reference if self.keys.device.type == "cpu" else settle
-        cells = torch.cat([place(keys, (one @ root.float()).to(root), self.centres)
-                           for keys, one in zip(parts(self.keys[:count], len(maps)), maps)])
+        cells = place(self.keys[:count], root, self.centres)
         # States without a target get a cell behind all others, which is never searched.
         cells.masked_fill_(self.followers[:count] < 0, CELLS)
         cells, order = cells.sort(stable=True)
@@ -123,33 +108,11 @@ class Datastore:
         wanted = torch.arange(CELLS + 1, dtype=torch.int32, device=cells.device)
         self.edges.copy_(torch.searchsorted(cells, wanted))
 
-    def unchanged(self) -> Tensor:
-        """A map for all states under which keys stay as they are, (1, channels, channels) float32."""
-        return torch.eye(self.channels, device=self.keys.device)[None]
-
-    def maps(self, count: int, score: Callable) -> Tensor:
-        """For each part of the states a map of its keys to what they would be by the present weights.
-
-        (parts, channels, channels) float32. A little of the text is read again by `score`.
-        """
-        most, new = len(self.form.tokens), []
-        rows = stretches(self.tokens[:count], self.longest, most)
-        if not rows.numel():
-            return self.unchanged()
-        for some in rows.split(most // rows.shape[1]):
-            text = batch_of(self.tokens[some], self.followers[some], self.form)
-            self.read = text.tokens     # until `mixed` has the states
-            score(text._replace(max_length=self.longest))
-            new.append(self.read.view(*some.shape, self.channels))
-        self.read = None
-        return nearest_maps(self.keys.view(torch.uint8)[rows].view(self.kind), torch.cat(new))
-
-    def sample(self, count: int, maps: Tensor) -> Tensor:
-        """SAMPLE of the first `count` keys of all ranks after their `maps`, (SAMPLE, channels) float32."""
+    def sample(self, count: int) -> Tensor:
+        """SAMPLE of the first `count` keys of all ranks, (SAMPLE, channels) float32."""
         places = torch.arange(SAMPLE // self.collectives.size, device=self.keys.device)
-        own = self.keys.view(torch.uint8)[places * count // len(places)].view(self.kind).float()
-        own = self.key(torch.cat([keys @ one for keys, one in zip(parts(own, len(maps)), maps)]))
-        return self.collectives.all_gathered(own.view(torch.uint8)).view(self.kind).float()
+        own = self.keys.view(torch.uint8)[places * count // len(places)]
+        return self.collectives.all_gathered(own).view(self.kind).float()
 
     def divide(self, sample: Tensor) -> None:
         """Put the centres where the keys are, by spherical k-means of a `sample` (n, channels)."""
@@ -166,10 +129,10 @@ class Datastore:
         dtype = self.projection.dtype
         return keys.to(dtype) @ self.centres.to(dtype).T
 
-    def rehearse(self, score: Callable) -> None:
+    def rehearse(self) -> None:
         """Sort some rows, so that the costs of first use are off the clock. Then begin again."""
-        self.count.fill_(self.skipped + min(self.size, REHEARSED))
-        self.sort(score)
+        self.count.fill_(self.skipped + min(self.size, SAMPLE))
+        self.sort()
         self.forget()
 
     def forget(self) -> None:
@@ -198,7 +161,7 @@ class Datastore:
         wait(self.collectives.all_reduce(sums))
         return sums[self.collectives.rank * len(x):][:len(x)]
 
-    def mixed(self, mixture: Mixture | None, x: Tensor, batch, is_start: Tensor) -> Mixture | None:
+    def mixed(self, mixture: Mixture | None, x: Tensor, batch) -> Mixture | None:
         """`mixture` (None: the head alone) with what followed similar states.
 
         In training, where gradients are enabled, x is stored instead and `mixture` is returned.
@@ -206,17 +169,9 @@ class Datastore:
         if not self.size:
             return mixture
         if torch.is_grad_enabled():
-            self.learn(x.detach(), batch, is_start)
-            return mixture
-        if self.read is not None:
-            self.read = self.normed(x)
+            self.learn(x.detach(), batch)
             return mixture
         matching, every = self.sums(x, batch).unbind(1)
         share = SHARE * every.clamp(max=1) ** RISE
         # The sums are 0, or above e^(−3 γ).
         return Mixture.after(mixture, share * matching / every.clamp(min=1e-37), 1 - share)
-
-
-def parts(x: Tensor, n: int) -> tuple[Tensor, ...]:
-    """n parts of x's rows, of equal size but for rounding."""
-    return x.tensor_split([len(x) * i // n for i in range(1, n)])

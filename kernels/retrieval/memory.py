@@ -1,6 +1,5 @@
 """All that is kept of the training text to be looked up when the model is scored."""
 from collections.abc import Iterable
-from functools import partial
 
 from torch import Tensor
 
@@ -36,14 +35,14 @@ class TextMemory:
 
         In training, where gradients are enabled, x is stored instead and `mixture` is returned.
         """
-        return self.states.mixed(self.counts.mixed(mixture, batch, is_start), x, batch, is_start)
+        return self.states.mixed(self.counts.mixed(mixture, batch, is_start), x, batch)
 
-    def sort(self, model, step) -> None:
-        """Make ready for scores `model.score(batch, step)`. All ranks must call."""
+    def sort(self) -> None:
+        """Make ready for a score of the model."""
         self.counts.sort()
         self.states.sort()
 
-    def rehearse(self, model, step) -> None:
+    def rehearse(self) -> None:
         """Sort once, so that the costs of first use are off the clock. Then begin again."""
         self.counts.forget()     # which sorts
-        self.states.rehearse(partial(model.score, step=step))
+        self.states.rehearse()
