@@ -16,6 +16,7 @@ import numpy as np
 from data.shards import ShardError
 
 COUNTED = 4_000_000     # tokens at the beginning of the text, in which tokens and pairs are counted
+TOGETHER = 2 ** 17      # tokens that are counted together
 UNSEEN = 4.0            # added to each count, which bounds the weight of a token that was not counted
 LEAST_SHARE = 0.05      # of what follows a token; rarer followers are left to their frequency
 COMMON = 1 / 4000       # From this frequency on a token is a target of most parts, whatever it follows.
@@ -38,16 +39,22 @@ class Importance:
 
     def __init__(self, text: np.ndarray, vocabulary: int):
         """`text` (n,) uint16, of token ids below `vocabulary`."""
-        counts = np.bincount(text, minlength=vocabulary) + UNSEEN
+        # The clock runs. A little text at a time takes memory that is there already.
+        some = [text[i:i + TOGETHER + 1] for i in range(0, max(len(text), 1), TOGETHER)]
+        counts = sum(np.bincount(part[:TOGETHER], minlength=vocabulary) for part in some) + UNSEEN
         self.frequency = counts / counts.sum()
-        # The clock runs, so pairs that cannot be kept are left out before the sort. The second token of a
-        # pair must not be common. It must occur often enough in the whole text to be LEAST_SHARE of what
-        # follows the first.
-        most = np.where(self.frequency < COMMON, counts, 0)
-        able = np.flatnonzero(most[text[1:]] >= (LEAST_SHARE * counts)[text[:-1]])
-        pairs = text[able].astype(np.uint32) << 16 | text[able + 1]
+        # Pairs that cannot be kept are left out before the sort. The second token of a pair must not be
+        # common. It must occur often enough in the whole text to be LEAST_SHARE of what follows the first.
+        most = np.where(self.frequency < COMMON, counts, 0).astype(np.float32)
+        least = (LEAST_SHARE * counts).astype(np.float32)
+        pairs = []
+        for part in some:
+            able = np.flatnonzero(most.take(part[1:]) >= least.take(part[:-1]))
+            pairs.append(part.take(able).astype(np.uint32) << 16 | part.take(able + 1))
+        pairs = np.concatenate(pairs)
         pairs.sort()
-        new = np.flatnonzero(np.diff(pairs, prepend=~pairs[:1]))
+        new = np.flatnonzero(pairs[1:] != pairs[:-1]) + 1
+        new = np.concatenate([np.zeros(min(len(pairs), 1), int), new])
         first, second = (pairs[new] >> 16).astype(np.intp), (pairs[new] & 0xFFFF).astype(np.intp)
         share = np.diff(new, append=len(pairs)) / counts[first]
         kept = share >= LEAST_SHARE
