@@ -319,8 +319,8 @@ class Loader:
         def deliver() -> Iterator[list[Batch]]:
             rest, in_turn, ahead = iter(indices), cycle(rooms or [None]), deque()
             with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as opener, ExitStack() as end:
-                # By default Python lets a thread wait 5 ms for its lock, which is a third of a short step.
-                end.callback(sys.setswitchinterval, sys.getswitchinterval())
+                # By default Python lets a thread wait 5 ms for its lock, a third of a short step. The setting
+                # stays: several loaders may be at work, and none knows when the last one ends.
                 sys.setswitchinterval(SWITCH)
                 # Parts that no step has come to are not worth waiting for.
                 end.callback(opener.shutdown, wait=False, cancel_futures=True)
