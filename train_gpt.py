@@ -178,7 +178,7 @@ class Config:
     # When the model is scored, part of a token's probability is how often the token followed the last 1, 2 or
     # 3 tokens in the training text so far (kernels/retrieval). Lengths 2 and 3 are worth 0.006 to 0.021.
     retrieval: tuple[Few, ...] = ()
-    states: Count = 0   # States kept, of all ranks. What followed similar ones gets up to 20%; 0.023.
+    states: Count = 0   # States kept, of all ranks. What followed similar ones gets up to 20%; 0.029.
     # Tokens that followed similar earlier states get part of the next token's probability. Queries and keys
     # find them (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
     copy_channels: Count = 0        # channels of each query and key: a power of two, as 128; 0: no copying

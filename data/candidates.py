@@ -39,22 +39,24 @@ class Importance:
 
     def __init__(self, text: np.ndarray, vocabulary: int):
         """`text` (n,) uint16, of token ids below `vocabulary`."""
-        # The clock runs. A little text at a time takes memory that is there already.
-        some = [text[i:i + TOGETHER + 1] for i in range(0, max(len(text), 1), TOGETHER)]
-        counts = sum(np.bincount(part[:TOGETHER], minlength=vocabulary) for part in some) + UNSEEN
+        # The clock runs, and new memory takes longer than counting. Small pieces use the same memory again.
+        # Each piece has the first token of the next one too, so that no pair is lost.
+        pieces = [text[i:i + TOGETHER + 1] for i in range(0, max(len(text), 1), TOGETHER)]
+        counts = sum(np.bincount(piece[:TOGETHER], minlength=vocabulary) for piece in pieces) + UNSEEN
         self.frequency = counts / counts.sum()
         # Pairs that cannot be kept are left out before the sort. The second token of a pair must not be
         # common. It must occur often enough in the whole text to be LEAST_SHARE of what follows the first.
         most = np.where(self.frequency < COMMON, counts, 0).astype(np.float32)
         least = (LEAST_SHARE * counts).astype(np.float32)
         pairs = []
-        for part in some:
-            able = np.flatnonzero(most.take(part[1:]) >= least.take(part[:-1]))
-            pairs.append(part.take(able).astype(np.uint32) << 16 | part.take(able + 1))
+        for piece in pieces:
+            able = np.flatnonzero(most.take(piece[1:]) >= least.take(piece[:-1]))
+            pairs.append(piece.take(able).astype(np.uint32) << 16 | piece.take(able + 1))
         pairs = np.concatenate(pairs)
         pairs.sort()
-        new = np.flatnonzero(pairs[1:] != pairs[:-1]) + 1
-        new = np.concatenate([np.zeros(min(len(pairs), 1), int), new])
+        is_new = np.ones(len(pairs), bool)
+        is_new[1:] = pairs[1:] != pairs[:-1]
+        new = np.flatnonzero(is_new)
         first, second = (pairs[new] >> 16).astype(np.intp), (pairs[new] & 0xFFFF).astype(np.intp)
         share = np.diff(new, append=len(pairs)) / counts[first]
         kept = share >= LEAST_SHARE

@@ -23,7 +23,7 @@ from torch.distributed.run import get_args_parser
 import train_gpt
 from data.errors import open_streams
 from data.shards import HEADER_BYTES, ShardError
-from records.recipes import medium
+from records.recipes import medium, sprint
 from records.run import settings, sources, terminal
 from records.run.log import LogError
 from records.run.settings import UserError
@@ -417,6 +417,20 @@ def test_no_setting_is_one_of_the_launchers():
     options = [option for action in get_args_parser()._actions for option in action.option_strings]
     names = [*settings.defaults(train_gpt.SPEEDRUN), "preset", "timetable", "explain"]
     assert not [name for name in names if any(option.startswith(f"--{name}") for option in options)]
+
+
+def test_the_preset_of_six_layers_trains(tmp_path, shards, monkeypatch):
+    """`records.recipes.sprint` at a tiny width on bytes, with counts and states in its scores."""
+    monkeypatch.setattr(train_gpt, "PRESETS", {**train_gpt.PRESETS})
+    words = ("--vocab_size 257 --batch_tokens 128,256,384 --micro_batches 2 --steps 3 --extra_steps 1 "
+             "--val_every 2 --softmax_samples 16 --ngram_block 16 --ngram_classes false --canonical false "
+             "--shared_updates false --drop_repeats 0 --score= --save=").split()
+    variables = {"DATA_PATH": str(shards), "RUNS_PATH": str(tmp_path)}
+    succeeded(command(*TINY, *words, program=sprint.main, **variables))
+    header, *events = read_log(tmp_path)
+    assert header["preset"] == "sprint" and len(header["config"]["layers"]) == 6
+    assert header["config"]["states"] and header["config"]["retrieval"]
+    assert events[-1]["kind"] == "summary" and events[-1]["steps"] == 4
 
 
 def test_a_preset_from_outside_the_program_trains(tmp_path, shards, monkeypatch):

@@ -18,8 +18,8 @@
    table learns too little from so few places.
 3. States (`--states N`). Where the model is scored, what followed similar states of the last N training
    tokens has up to 20% of the probability (kNN-LM; datastore.py). The states are what the last layer's MLP
-   reads, as training made them. After half of a run 92 M states of the head's input lowered the loss by 0.036
-   on `val`, 0.026 on `clean` and 0.018 on `fineweb`, beside the counts.
+   reads, as training made them. After whole runs with six layers 110 M states lower the loss by 0.029 on
+   1,048,576 targets of `clean` and by 0.025 on 262,144 of `fineweb`, beside the counts (two runs).
 
 - `matching.py`: earlier places inside a sequence, the longest match. The keys of the last tokens come
   from kernels/ngrams/hashing.py.
