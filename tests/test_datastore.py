@@ -43,16 +43,20 @@ def filled(sizes: tuple[int, ...] = (40, 30), kept: int = 70) -> Datastore:
     return store
 
 
-def plain(store: Datastore, seeds: dict[int, int], x: torch.Tensor, asked: train_gpt.Batch) -> np.ndarray:
-    """Both sums of each query by a loop over all states, (n, 2)."""
+def plain(store: Datastore, seeds: dict[int, int], x: torch.Tensor, asked: train_gpt.Batch,
+          text: int, ranks: int = 1) -> np.ndarray:
+    """Both sums of each query by a loop over all states, (n, 2), of a training on `text` tokens."""
+    kept = sum(seeds.values())      # Each of several ranks has read one of the batches.
     def key(states):
         return torch.nn.functional.normalize(states @ store.projection, dim=1)
 
     sums = np.zeros((len(x), 2))
     probed = (key(x) @ store.centres.T).argsort(1, descending=True)[:, :datastore.PROBES]
-    for seed, n in seeds.items():
+    for later, (seed, n) in enumerate(seeds.items()):
         states, known = batch(n, seed)
-        weight = (datastore.SHARPNESS * (key(x) @ key(states).T - 1)).exp().numpy()
+        row = torch.arange(n) + (0 if ranks > 1 else sum([*seeds.values()][:later]))
+        age = datastore.DRIFT * (kept - ranks * row) / text
+        weight = (datastore.SHARPNESS * (key(x) @ key(states).T - 1) + age).exp().numpy()
         cells = (key(states) @ store.centres.T).argmax(1)
         for i, j in np.ndindex(weight.shape):
             if known.targets[j] >= 0 and cells[j] in probed[i]:
@@ -65,7 +69,7 @@ def test_sums_are_those_of_a_plain_search(sizes, left):
     """The second time the first states are not kept."""
     store = filled(sizes)
     x, asked = batch(25, 9)
-    torch.testing.assert_close(store.sums(x, asked).double().numpy(), plain(store, left, x, asked),
+    torch.testing.assert_close(store.sums(x, asked).double().numpy(), plain(store, left, x, asked, sum(sizes)),
                                rtol=1e-4, atol=0)
 
 
@@ -146,7 +150,7 @@ def search_on_two(rank: int) -> None:
     store.learn(*batch(35, rank))
     store.sort()
     x, asked = batch(25, 8 + rank)
-    torch.testing.assert_close(store.sums(x, asked).double().numpy(), plain(store, {0: 35, 1: 35}, x, asked),
+    torch.testing.assert_close(store.sums(x, asked).double().numpy(), plain(store, {0: 35, 1: 35}, x, asked, 70, 2),
                                rtol=1e-4, atol=0)
     world.close()
 

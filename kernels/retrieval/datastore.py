@@ -29,6 +29,7 @@ CELLS, PROBES = 1024, 8     # centres; centres whose states a query sees
 SHARE = 0.2     # of what followed similar states in the probability, where Σ e^s ≥ 1
 RISE = 0.08     # below that the share is SHARE (Σ e^s)^RISE
 SHARPNESS = 32  # γ
+DRIFT = 2.8     # the score of a state from the run's start is so much higher than of one from its end
 SAMPLE = 2 ** 17    # keys, over all ranks, from which M and the centres are made
 ROUNDS = 5          # of k-means
 
@@ -48,6 +49,7 @@ class Datastore:
         width, dtype, device = embedding.shape[1], embedding.dtype, embedding.device
         self.collectives = collectives
         size = min(kept, tokens) // collectives.size
+        self.drift = DRIFT * collectives.size / tokens      # of each row
         self.skipped = tokens // collectives.size - size    # this rank's first states, which are not kept
         generator = torch.Generator().manual_seed(1)
         self.channels = min(CHANNELS, 2 ** (width.bit_length() - 1))
@@ -61,9 +63,9 @@ class Datastore:
         self.keys = torch.zeros(rows, self.channels, dtype=self.kind, device=device)
         self.followers = torch.zeros(rows, dtype=torch.int32, device=device)
         self.centres = torch.zeros(CELLS, self.channels, dtype=self.kind, device=device)
-        # After `sort`, the keys of cell c are those of rows order[edges[c]:edges[c + 1]]. The same part of
-        # `following` has their followers.
-        self.order, self.following = torch.zeros(2, size, dtype=torch.int32, device=device)
+        # After `sort`, columns edges[c] to edges[c + 1] of this list have the rows of cell c's keys, and the
+        # followers of these.
+        self.listed = torch.zeros(2, size, dtype=torch.int32, device=device)
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
 
@@ -103,8 +105,8 @@ class Datastore:
         # States without a target get a cell behind all others, which is never searched.
         cells.masked_fill_(self.followers[:count] < 0, CELLS)
         cells, order = cells.sort(stable=True)
-        self.order[:count] = order
-        torch.index_select(self.followers, 0, order, out=self.following[:count])
+        self.listed[0, :count] = order
+        torch.index_select(self.followers, 0, order, out=self.listed[1, :count])
         wanted = torch.arange(CELLS + 1, dtype=torch.int32, device=cells.device)
         self.edges.copy_(torch.searchsorted(cells, wanted))
 
@@ -154,9 +156,9 @@ class Datastore:
         query = order // PROBES
         search = neighbour_sums_reference if x.device.type == "cpu" else neighbour_sums
         found = search(q[query].view(self.kind), targets[query], self.edges[torch.stack([cells, cells + 1])],
-                       self.keys, self.order, self.following, SHARPNESS / self.channels)
+                       self.keys, self.listed, SHARPNESS / self.channels, self.drift)
         sums = torch.empty_like(found)
-        sums[order] = found
+        sums[order] = found * (self.drift * (self.count - self.skipped).clamp(max=self.size)).exp()
         sums = sums.view(-1, PROBES, 2).sum(1)
         wait(self.collectives.all_reduce(sums))
         return sums[self.collectives.rank * len(x):][:len(x)]
