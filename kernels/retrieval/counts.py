@@ -8,7 +8,7 @@ from kernels.loss import Mixture
 from kernels.sequence import previous, starts
 
 LONGEST = 3             # tokens of context: with the one that follows they fill 64 bits
-SHARE = 0.01            # of the counts of each length in the probability
+SHARE = 0.005           # of the counts of each length in the probability
 BITS = 16               # of a token
 NOTHING = -2 ** 63      # the key of no token
 LARGEST_VOCABULARY = 2 ** BITS - 2

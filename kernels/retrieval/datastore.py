@@ -3,7 +3,7 @@
 Khandelwal et al. (arXiv 1911.00172) keep a state of every token of the training text. When a text is scored,
 what followed similar states has a part of the next token's probability: each state has the weight
 e^(γ (cos − 1)) of its angle to the present one. Each state belongs to the nearest of CELLS centres, and a
-query sees the states of the PROBES centres that are nearest to it, about 1% of all. This is an inverted file
+query sees the states of the PROBES centres that are nearest to it, about 1.6% of all. This is an inverted file
 (Jégou et al., https://doi.org/10.1109/TPAMI.2010.57).
 
 The states are those that training made anyway: what the last layer's MLP reads. A key is the state in
@@ -25,11 +25,11 @@ from kernels.retrieval.neighbours import neighbour_sums, neighbour_sums_referenc
 
 CHANNELS = 256  # of a key; fewer in a narrower model, and always a power of two
 POWER = -1 / 4  # of the keys' second moments M
-CELLS, PROBES = 1024, 8     # centres; centres whose states a query sees
-SHARE = 0.2     # of what followed similar states in the probability, where Σ e^s ≥ 1
-RISE = 0.08     # below that the share is SHARE (Σ e^s)^RISE
-SHARPNESS = 32  # γ
-DRIFT = 2.8     # the score of a state from the run's start is so much higher than of one from its end
+CELLS, PROBES = 1024, 16    # centres; centres whose states a query sees
+SHARE = 0.27    # of what followed similar states in the probability, where Σ e^s ≥ 1
+RISE = 0.1      # below that the share is SHARE (Σ e^s)^RISE
+SHARPNESS = 36  # γ
+DRIFT = 4.5     # the score of a state from the run's start is so much higher than of one from its end
 SAMPLE = 2 ** 17    # keys, over all ranks, from which M and the centres are made
 ROUNDS = 5          # of k-means
 
