@@ -28,8 +28,8 @@ POWER = -1 / 4  # of the keys' second moments M
 CELLS, PROBES = 1024, 16    # centres; centres whose states a query sees
 SHARE = 0.27    # of what followed similar states in the probability, where Σ e^s ≥ 1
 RISE = 0.1      # below that the share is SHARE (Σ e^s)^RISE
-SHARPNESS = 36  # γ
-DRIFT = 4.5     # the score of a state from the run's start is so much higher than of one from its end
+SHARPNESS = 40  # γ
+DRIFT = 5.5     # the score of a state from the run's start is so much higher than of one from its end
 SAMPLE = 2 ** 17    # keys, over all ranks, from which M and the centres are made
 ROUNDS = 5          # of k-means
 
