@@ -1041,6 +1041,7 @@ class Trainer:
         else:
             self.program(step, batches)
         self.optimizer.averages.after(step.index)
+        self.model.memory.after(step.batch_tokens)
         if self.config.check_ranks and not (step.index + 1) % self.config.check_ranks:
             self.optimizer.check_ranks()
         return self.loss.clone()                    # The next replay writes over `self.loss`.

@@ -7,10 +7,14 @@ query sees the states of the PROBES centres that are nearest to it, about 1.6% o
 (Jégou et al., https://doi.org/10.1109/TPAMI.2010.57).
 
 The states are those that training made anyway: what the last layer's MLP reads. A key is the state in
-CHANNELS random directions, scaled to the norm √CHANNELS and rounded to FP8. Older keys come from older
-weights than the queries do. Before a score keys are multiplied by M^POWER, where M are their second
-moments, and scaled again. So directions in which they vary most count less. Each further score does so once
-more.
+CHANNELS directions, scaled to the norm √CHANNELS and rounded to FP8. Where the first states are not kept, the
+directions are the main ones of the states before those that are, else they are random. Before a score keys
+are multiplied by M^POWER, where M are their second moments, and scaled again. So directions in which they
+vary most count less. Each further score does so once more.
+
+Older keys come from older weights than the queries do, so even the right ones are less like them. Therefore a
+state from the run's start gets e^DRIFT times the weight of one from its end, and those between e^(DRIFT a),
+where a is the share of training that came later.
 """
 import torch
 import torch.nn.functional as F
@@ -31,6 +35,7 @@ RISE = 0.1      # below that the share is SHARE (Σ e^s)^RISE
 SHARPNESS = 40  # γ
 DRIFT = 5.5     # the score of a state from the run's start is so much higher than of one from its end
 SAMPLE = 2 ** 17    # keys, over all ranks, from which M and the centres are made
+NEWEST = 2 ** 13    # states, over all ranks, from which directions are chosen
 ROUNDS = 5          # of k-means
 
 
@@ -54,7 +59,7 @@ class Datastore:
         generator = torch.Generator().manual_seed(1)
         self.channels = min(CHANNELS, 2 ** (width.bit_length() - 1))
         directions = torch.linalg.qr(torch.randn(width, self.channels, generator=generator))[0]
-        self.directions = directions.to(device, dtype)      # (width, channels), orthonormal
+        self.directions = directions.to(device, dtype)      # (width, channels), orthonormal, at random
         self.projection = self.directions.clone()           # of states on keys
         # On the meta device memory is counted: for this machine's GPUs, or for Hopper where there are none.
         old = torch.cuda.is_available() and not has_fp8(torch.device("cuda"))
@@ -68,6 +73,8 @@ class Datastore:
         self.listed = torch.zeros(2, size, dtype=torch.int32, device=device)
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
+        self.newest = torch.zeros(NEWEST // collectives.size if size else 0, width, dtype=dtype, device=device)
+        self.passed = 0     # states seen, as the host knows it after each step
 
     def normed(self, x: Tensor) -> Tensor:
         """States x (n, width) as queries or keys, (n, channels)."""
@@ -87,6 +94,26 @@ class Datastore:
         into.index_copy_(0, places, keys)       # eight bytes at a time
         self.followers.index_copy_(0, places, batch.targets)
         self.count += len(x)
+        some = x[::max(len(x) // len(self.newest), 1)][:len(self.newest)]
+        self.newest[:len(some)] = some
+
+    def after(self, tokens: int) -> None:
+        """To be called by all ranks after each step, of so many `tokens`."""
+        tokens //= self.collectives.size
+        now, self.passed = self.passed, self.passed + tokens
+        if now + tokens < self.skipped <= now + 2 * tokens:     # The next step keeps the first states.
+            self.choose()
+
+    @torch.no_grad()
+    def choose(self) -> None:
+        """Replace the directions by the main ones of the newest states, by subspace iteration."""
+        states = self.collectives.all_gathered(self.newest).float()
+        states = F.rms_norm(states, states.shape[1:], eps=EPS)
+        moments, found = states.T @ states / len(states), self.directions.float()
+        for _ in range(2):
+            found = torch.linalg.qr(moments @ (moments @ found)).Q
+        found = self.collectives.all_gathered(found.to(self.projection).contiguous())
+        self.projection.copy_(found[:len(self.projection)])     # those of rank 0
 
     def sort(self) -> None:
         """Even the keys out and list them in the order of their cells. All ranks must call."""
@@ -132,7 +159,9 @@ class Datastore:
         return keys.to(dtype) @ self.centres.to(dtype).T
 
     def rehearse(self) -> None:
-        """Sort some rows, so that the costs of first use are off the clock. Then begin again."""
+        """Choose directions and sort some rows, so that the costs of first use are off the clock. Then begin again."""
+        if self.size:
+            self.choose()
         self.count.fill_(self.skipped + min(self.size, SAMPLE))
         self.sort()
         self.forget()
@@ -140,6 +169,7 @@ class Datastore:
     def forget(self) -> None:
         """Begin again, without any state."""
         self.projection.copy_(self.directions)
+        self.passed = 0
         self.count.zero_()
         self.edges.zero_()
 

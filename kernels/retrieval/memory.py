@@ -29,6 +29,10 @@ class TextMemory:
         """
         self.counts.learn(batches, self.all_gathered)
 
+    def after(self, tokens: int) -> None:
+        """To be called by all ranks after each step, of so many `tokens`."""
+        self.states.after(tokens)
+
     def mixed(self, mixture: Mixture | None, x: Tensor, batch, is_start: Tensor) -> Mixture | None:
         """`mixture` (None: the head alone) with the counts and with what followed states similar to x
         (n, width).
