@@ -178,7 +178,7 @@ class Config:
     # When the model is scored, part of a token's probability is how often the token followed the last 1, 2 or
     # 3 tokens in the training text so far (kernels/retrieval). Lengths 2 and 3 are worth 0.006 to 0.021.
     retrieval: tuple[Few, ...] = ()
-    states: Count = 0   # States kept, of all ranks. What followed similar ones gets up to 20%; 0.029.
+    states: Count = 0   # States kept, of all ranks. What followed similar ones gets up to 27%; 0.039.
     # Tokens that followed similar earlier states get part of the next token's probability. Queries and keys
     # find them (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
     copy_channels: Count = 0        # channels of each query and key: a power of two, as 128; 0: no copying
@@ -292,9 +292,8 @@ HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0,
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
 PRESETS = {
     "speedrun": SPEEDRUN,
-    # Records of one and two H200s, on 189 M tokens, used this preset at the commits that they name. Steps
-    # gain 0.002 for 1% of the time. So layer 2 is left out (11% for 0.018 on `clean`), as is a sixth head
-    # (6% for 0.002 to 0.01). Of what is left, layers 0, 1 and 3 have narrow windows (wide: 2.5% for 0.001).
+    # Records used this preset at the commits that they name. Steps gain 0.002 for 1% of the time. So layer
+    # 2 is left out (11% for 0.018), as is a sixth head (6% for 0.002 to 0.01). Narrow windows: 2.5%, 0.001.
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", data_path="", layers=tuple(
             replace(layer, narrow=i in (0, 1, 3))

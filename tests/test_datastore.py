@@ -12,7 +12,7 @@ from kernels.ranks.collectives import Collectives
 from kernels.retrieval import Datastore, datastore
 
 WIDTH, VOCABULARY = 80, 7
-SMALL = {"CELLS": 6, "PROBES": 3, "SAMPLE": 256}
+SMALL = {"CELLS": 6, "PROBES": 3, "SAMPLE": 256, "FIRST": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -69,8 +69,8 @@ def test_sums_are_those_of_a_plain_search(sizes, left):
     """The second time the first states are not kept."""
     store = filled(sizes)
     x, asked = batch(25, 9)
-    torch.testing.assert_close(store.sums(x, asked).double().numpy(), plain(store, left, x, asked, sum(sizes)),
-                               rtol=1e-4, atol=0)
+    wanted = plain(store, left, x, asked, sum(sizes))
+    torch.testing.assert_close(store.sums(x, asked).double().numpy(), wanted, rtol=1e-4, atol=0)
 
 
 def test_states_beyond_the_text_are_not_kept():
@@ -81,6 +81,32 @@ def test_states_beyond_the_text_are_not_kept():
     store.sort()
     x, asked = batch(25, 9)
     torch.testing.assert_close(store.sums(x, asked), wanted.sums(x, asked), rtol=1e-5, atol=0)
+
+
+def test_directions_are_those_of_the_states_before_the_first_that_is_kept(monkeypatch):
+    """Twenty states span twenty directions, so the 64 of a key can hold all of them."""
+    monkeypatch.setattr(datastore, "FIRST", 1 / 2)
+    store = empty(80, 80)
+    assert store.size == 40
+    for seed in range(4):
+        random = seed < 2       # when the third step begins, all before it are seen
+        assert (store.projection == store.directions).all() == random
+        x, known = batch(20, seed)
+        if seed == 2:
+            before = batch(20, 1)[0]
+            torch.testing.assert_close(before @ store.projection @ store.projection.T, before)
+            torch.testing.assert_close(store.projection.T @ store.projection, torch.eye(64))
+        store.learn(x, known)
+        store.after(20)
+    kept = torch.cat([batch(20, seed)[0] for seed in (2, 3)])
+    torch.testing.assert_close(store.keys[:40], store.normed(kept))
+
+
+def test_without_states_nothing_is_chosen():
+    store = empty(0, 40)
+    for _ in range(2):
+        store.after(20)
+    assert (store.projection == store.directions).all()
 
 
 def test_states_that_come_after_sorting_are_found_too():
@@ -150,8 +176,8 @@ def search_on_two(rank: int) -> None:
     store.learn(*batch(35, rank))
     store.sort()
     x, asked = batch(25, 8 + rank)
-    torch.testing.assert_close(store.sums(x, asked).double().numpy(), plain(store, {0: 35, 1: 35}, x, asked, 70, 2),
-                               rtol=1e-4, atol=0)
+    wanted = plain(store, {0: 35, 1: 35}, x, asked, 70, ranks=2)
+    torch.testing.assert_close(store.sums(x, asked).double().numpy(), wanted, rtol=1e-4, atol=0)
     world.close()
 
 

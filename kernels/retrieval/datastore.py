@@ -3,18 +3,19 @@
 Khandelwal et al. (arXiv 1911.00172) keep a state of every token of the training text. When a text is scored,
 what followed similar states has a part of the next token's probability: each state has the weight
 e^(γ (cos − 1)) of its angle to the present one. Each state belongs to the nearest of CELLS centres, and a
-query sees the states of the PROBES centres that are nearest to it, about 1.6% of all. This is an inverted file
-(Jégou et al., https://doi.org/10.1109/TPAMI.2010.57).
+query sees the states of the PROBES centres that are nearest to it, about 1.6% of all. This is an inverted
+file (Jégou et al., https://doi.org/10.1109/TPAMI.2010.57).
 
 The states are those that training made anyway: what the last layer's MLP reads. A key is the state in
-CHANNELS directions, scaled to the norm √CHANNELS and rounded to FP8. Where the first states are not kept, the
-directions are the main ones of the states before those that are, else they are random. Before a score keys
-are multiplied by M^POWER, where M are their second moments, and scaled again. So directions in which they
-vary most count less. Each further score does so once more.
+CHANNELS directions, scaled to the norm √CHANNELS and rounded to FP8. The directions are those in which states
+vary most just before the first one is kept: 0.005 better than random ones. Before a score keys are multiplied
+by M^POWER, where M are their second moments, and scaled again. So the directions in which keys vary most
+count less. Each further score does so once more.
 
-Older keys come from older weights than the queries do, so even the right ones are less like them. Therefore a
-state from the run's start gets e^DRIFT times the weight of one from its end, and those between e^(DRIFT a),
-where a is the share of training that came later.
+Keys come from the weights of their step, and queries from the final ones. So the older a key is, the less
+even a right one is like the query. Therefore its weight is multiplied by e^(DRIFT a), where a is the share of
+the training that came after it. That and a larger γ are worth 0.004. The states of the first steps are not
+kept, since they gain nothing.
 """
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,8 @@ CELLS, PROBES = 1024, 16    # centres; centres whose states a query sees
 SHARE = 0.27    # of what followed similar states in the probability, where Σ e^s ≥ 1
 RISE = 0.1      # below that the share is SHARE (Σ e^s)^RISE
 SHARPNESS = 40  # γ
-DRIFT = 5.5     # the score of a state from the run's start is so much higher than of one from its end
+DRIFT = 5.5     # how much higher the score of a state from the run's start is than of one from its end
+FIRST = 1 / 8   # the share of the training whose states are never kept
 SAMPLE = 2 ** 17    # keys, over all ranks, from which M and the centres are made
 NEWEST = 2 ** 13    # states, over all ranks, from which directions are chosen
 ROUNDS = 5          # of k-means
@@ -46,20 +48,20 @@ class Datastore:
     """
 
     def __init__(self, kept: int, tokens: int, embedding: Tensor, collectives: Collectives):
-        """For the last `kept` of the `tokens` that all ranks read; 0: nothing is kept.
+        """For the last `kept` of the `tokens` that all ranks read, but at most 1 − FIRST of them; 0: none.
 
         A state takes 268 bytes where there is FP8, and 16 more while states are sorted. `embedding`
         (vocabulary, width): a state is as wide.
         """
         width, dtype, device = embedding.shape[1], embedding.dtype, embedding.device
         self.collectives = collectives
-        size = min(kept, tokens) // collectives.size
+        size = min(kept, tokens - round(FIRST * tokens)) // collectives.size
         self.drift = DRIFT * collectives.size / tokens      # of each row
         self.skipped = tokens // collectives.size - size    # this rank's first states, which are not kept
         generator = torch.Generator().manual_seed(1)
         self.channels = min(CHANNELS, 2 ** (width.bit_length() - 1))
         directions = torch.linalg.qr(torch.randn(width, self.channels, generator=generator))[0]
-        self.directions = directions.to(device, dtype)      # (width, channels), orthonormal, at random
+        self.directions = directions.to(device, dtype)      # (width, channels): random, orthonormal
         self.projection = self.directions.clone()           # of states on keys
         # On the meta device memory is counted: for this machine's GPUs, or for Hopper where there are none.
         old = torch.cuda.is_available() and not has_fp8(torch.device("cuda"))
@@ -73,8 +75,9 @@ class Datastore:
         self.listed = torch.zeros(2, size, dtype=torch.int32, device=device)
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
-        self.newest = torch.zeros(NEWEST // collectives.size if size else 0, width, dtype=dtype, device=device)
-        self.passed = 0     # states seen, as the host knows it after each step
+        self.passed = 0     # what `count` is, known to the host: states seen after the last step
+        some = NEWEST // collectives.size * (size > 0)
+        self.newest = torch.zeros(some, width, dtype=dtype, device=device)      # of the last states
 
     def normed(self, x: Tensor) -> Tensor:
         """States x (n, width) as queries or keys, (n, channels)."""
@@ -94,19 +97,21 @@ class Datastore:
         into.index_copy_(0, places, keys)       # eight bytes at a time
         self.followers.index_copy_(0, places, batch.targets)
         self.count += len(x)
-        some = x[::max(len(x) // len(self.newest), 1)][:len(self.newest)]
+        rows = len(self.newest)
+        some = x[::max(len(x) // rows, 1)][:rows]
         self.newest[:len(some)] = some
 
     def after(self, tokens: int) -> None:
-        """To be called by all ranks after each step, of so many `tokens`."""
-        tokens //= self.collectives.size
-        now, self.passed = self.passed, self.passed + tokens
-        if now + tokens < self.skipped <= now + 2 * tokens:     # The next step keeps the first states.
+        """To call after each step, of so many `tokens` of all ranks. All ranks must call."""
+        own = tokens // self.collectives.size
+        self.passed += own
+        # The next step makes the first state that is kept.
+        if self.size and self.passed <= self.skipped < self.passed + own:
             self.choose()
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Replace the directions by the main ones of the newest states, by subspace iteration."""
+        """Project on the directions in which the newest states vary most, by subspace iteration."""
         states = self.collectives.all_gathered(self.newest).float()
         states = F.rms_norm(states, states.shape[1:], eps=EPS)
         moments, found = states.T @ states / len(states), self.directions.float()
@@ -159,7 +164,7 @@ class Datastore:
         return keys.to(dtype) @ self.centres.to(dtype).T
 
     def rehearse(self) -> None:
-        """Choose directions and sort some rows, so that the costs of first use are off the clock. Then begin again."""
+        """Choose directions and sort some rows, so that first uses are off the clock. Then begin again."""
         if self.size:
             self.choose()
         self.count.fill_(self.skipped + min(self.size, SAMPLE))

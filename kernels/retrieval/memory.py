@@ -30,7 +30,7 @@ class TextMemory:
         self.counts.learn(batches, self.all_gathered)
 
     def after(self, tokens: int) -> None:
-        """To be called by all ranks after each step, of so many `tokens`."""
+        """To call after each step, of so many `tokens` of all ranks. All ranks must call."""
         self.states.after(tokens)
 
     def mixed(self, mixture: Mixture | None, x: Tensor, batch, is_start: Tensor) -> Mixture | None:

@@ -1,12 +1,12 @@
-"""Two sums of e^s a query, s = scale · (q · k − d) − drift · row, over one stretch of a sorted list of keys:
+"""Two sums of e^s a query over one stretch of a sorted list of keys, s = scale · (q · k − d) − drift · row:
 
     matching = Σ_j [follower j = target] e^s_j        every = Σ_j e^s_j        first ≤ j < end
 
 So matching / every is the probability that a pointer to these keys gives to the target, if the list's key j
 is the state of a text after which token `follower j` came. Queries and keys have d channels and, but for
-rounding to FP8, the norm √d. So s is hardly above 0, and the sums need no maximum. Keys stay in the rows where
-they are, and the list names the rows, because moving tens of millions of keys takes longer than all else that
-makes the list. With `drift` keys in later rows weigh less.
+rounding to FP8, the norm √d. So s is hardly above 0, and the sums need no maximum. Keys stay in their rows,
+and the list names the rows, because moving tens of millions of keys takes longer than all else that makes the
+list. `drift` makes a key in a later row weigh less.
 
 Queries should come in the order of their stretches. Programs take a tile of queries and go over all keys from
 the first to the end of any of them; a tile whose queries share a stretch wastes nothing. Several programs
@@ -50,7 +50,7 @@ def neighbour_sums_reference(q: Tensor, targets: Tensor, stretches: Tensor, keys
 def neighbour_kernel(q_ptr, targets_ptr, stretches_ptr, keys_ptr, order_ptr, followers_ptr, sums_ptr, n, rate,
                      bound, drift, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
                      STAGES: tl.constexpr):
-    """Scores are in units of log 2: `rate` = scale / log 2 times a product, less `bound` = d · rate and so on."""
+    """Scores are in units of log 2, as are `rate` = scale / log 2 and `drift`; `bound` = d · rate."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel, column = tl.arange(0, CHANNELS), tl.arange(0, COLUMNS)
     q_ptr += row.to(tl.int64)[:, None] * CHANNELS
@@ -89,8 +89,8 @@ def neighbour_sums(q: Tensor, targets: Tensor, stretches: Tensor, keys: Tensor, 
                    drift: float = 0.0, tuned: tuple[int, ...] = CONFIGS[0]) -> Tensor:
     """Both sums of each query, (n, 2) float32: over keys whose follower is the target, and over all keys.
 
-    q (n, d) and `keys` (·, d): of one dtype, FP8 too; d a power of two. `listed` (2, m): rows of the keys, and
-    the followers of these. `stretches` (2, n): where each query's stretch of the list begins and ends. These
+    q (n, d) and `keys` (·, d): of one dtype, FP8 too; d a power of two. `listed` (2, m): rows of keys, and the
+    followers of these keys. `stretches` (2, n): where each query's stretch of the list begins and ends. These
     and `targets` (n,) are int32. A follower of -1 matches only a target of -1, which no score counts. There
     is no gradient.
     """
@@ -99,15 +99,16 @@ def neighbour_sums(q: Tensor, targets: Tensor, stretches: Tensor, keys: Tensor, 
     check(fits and keys.is_contiguous() and keys.dtype == q.dtype, "keys", keys,
           f"contiguous {q.dtype} (·, {channels}), of 16, 32, … channels")
     check(q.is_contiguous(), "q", q, "contiguous")
-    for name, x, *shape in ("targets", targets, n), ("stretches", stretches, 2, n), ("listed", listed, 2, m):
+    for name, x, *shape in (
+            ("targets", targets, n), ("stretches", stretches, 2, n), ("listed", listed, 2, m)):
         check(x.shape == (*shape,) and x.is_contiguous() and x.dtype == torch.int32, name, x,
               f"contiguous int32 {(*shape,)}")
     rows, columns, warps, stages, parts = tuned
     sums, rate = q.new_empty(parts, n, 2, dtype=torch.float32), scale / math.log(2)
     if n:
         neighbour_kernel[triton.cdiv(n, rows), parts](
-            q, targets, stretches, keys, *listed, sums, n, rate, rate * channels, drift / math.log(2), ROWS=rows,
-            COLUMNS=columns // q.element_size(), CHANNELS=channels, STAGES=stages, num_warps=warps)
+            q, targets, stretches, keys, *listed, sums, n, rate, rate * channels, drift / math.log(2),
+            ROWS=rows, COLUMNS=columns // q.element_size(), CHANNELS=channels, STAGES=stages, num_warps=warps)
     return sums.sum(0)
 
 
