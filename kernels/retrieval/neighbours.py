@@ -89,10 +89,10 @@ def neighbour_sums(q: Tensor, targets: Tensor, stretches: Tensor, keys: Tensor, 
                    drift: float = 0.0, tuned: tuple[int, ...] = CONFIGS[0]) -> Tensor:
     """Both sums of each query, (n, 2) float32: over keys whose follower is the target, and over all keys.
 
-    q (n, d) and `keys` (·, d): of one dtype, FP8 too; d a power of two. `listed` (2, m): rows of keys, and the
-    followers of these keys. `stretches` (2, n): where each query's stretch of the list begins and ends. These
-    and `targets` (n,) are int32. A follower of -1 matches only a target of -1, which no score counts. There
-    is no gradient.
+    q (n, d) and `keys` (·, d): of one dtype, FP8 too; d a power of two. `listed` (2, m): rows of keys, and
+    the followers of these keys. `stretches` (2, n): where each query's stretch of the list begins and ends.
+    These and `targets` (n,) are int32. A follower of -1 matches only a target of -1, which no score counts.
+    There is no gradient.
     """
     (n, channels), m = q.shape, listed.shape[1]
     fits = keys.ndim == 2 and keys.shape[1] == channels and channels >= 16 and channels & (channels - 1) == 0
