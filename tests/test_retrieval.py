@@ -108,7 +108,7 @@ def test_counts_are_those_of_a_dictionary(lengths, alone, monkeypatch):
             for length in lengths:
                 context = tuple([0, 0, 0, *sequence[:place + 1]][-length:])
                 if times := known[context]:
-                    p = 0.99 * p + 0.01 * known[(*context, target)] / times
+                    p = 0.995 * p + 0.005 * known[(*context, target)] / times
                 unseen += not times
             found = mixed.log_rest[i].exp() * (head[i] + mixed.log_odds[i].exp())
             assert found.item() == pytest.approx(float(p), rel=1e-5)
