@@ -210,5 +210,5 @@ class Datastore:
             return mixture
         matching, every = self.sums(x, batch).unbind(1)
         share = SHARE * every.clamp(max=1) ** RISE
-        # The sums are 0, or above e^(−3 γ).
+        # A sum is below that only if all states that x sees point away from it, and then its share is tiny.
         return Mixture.after(mixture, share * matching / every.clamp(min=1e-37), 1 - share)
