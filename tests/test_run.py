@@ -23,6 +23,7 @@ from torch.distributed.run import get_args_parser
 import train_gpt
 from data.errors import open_streams
 from data.shards import HEADER_BYTES, ShardError
+from kernels.retrieval import Datastore, datastore
 from records.recipes import medium, sprint
 from records.run import settings, sources, terminal
 from records.run.log import LogError
@@ -420,7 +421,14 @@ def test_no_setting_is_one_of_the_launchers():
 
 
 def test_the_preset_of_six_layers_trains(tmp_path, shards, monkeypatch):
-    """`records.recipes.sprint` at a tiny width on bytes, with counts and states in its scores."""
+    """`records.recipes.sprint` at a tiny width on bytes, with counts and states in its scores.
+
+    Directions of states are chosen after the first step, since the second one passes an eighth of the run.
+    """
+    chosen, choose = [], Datastore.choose
+    monkeypatch.setattr(Datastore, "choose", lambda store: (chosen.append(store.passed), choose(store)))
+    for name, size in {"CELLS": 16, "SAMPLE": 1024}.items():    # not k-means of 131,072 keys
+        monkeypatch.setattr(datastore, name, size)
     monkeypatch.setattr(train_gpt, "PRESETS", {**train_gpt.PRESETS})
     words = ("--vocab_size 257 --batch_tokens 128,256,384 --micro_batches 2 --steps 3 --extra_steps 1 "
              "--val_every 2 --softmax_samples 16 --ngram_block 16 --ngram_classes false --canonical false "
@@ -429,7 +437,7 @@ def test_the_preset_of_six_layers_trains(tmp_path, shards, monkeypatch):
     succeeded(command(*TINY, *words, program=sprint.main, **variables))
     header, *events = read_log(tmp_path)
     assert header["preset"] == "sprint" and len(header["config"]["layers"]) == 6
-    assert header["config"]["states"] and header["config"]["retrieval"]
+    assert header["config"]["states"] and header["config"]["retrieval"] and chosen == [128]
     assert events[-1]["kind"] == "summary" and events[-1]["steps"] == 4
 
 

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=2 -m records.recipes.sprint [--seed 1 …]
 
-Five runs end at 3.2307 on `val` and 3.5625 on `clean`, so some 40 of the 1,368 steps could be left out
+Five runs end at 3.2307 on `val` and 3.5626 on `clean`, so some 40 of the 1,368 steps could be left out
 (records/2026-11-29_two-h200-main-directions-retrieval). Against preset `corpus` the fifth of its seven layers
 is missing, which is 10.6% of the time for some 0.02 on `clean`, as are two of five heads and n-grams of 4 and
 5 tokens. States of the training text (`--states`) gain more than that back. A run reads nearly all of the
