@@ -12,6 +12,7 @@ run, the variance is 0.024 in the mean over rows. By the tokens' frequencies alo
 the model's own Σ p², which a run does not know beforehand (records/ideas.md).
 """
 import numpy as np
+import torch
 
 from data.shards import ShardError
 
@@ -23,6 +24,9 @@ COMMON = 1 / 4000       # From this frequency on a token is a target of most par
 # Σ p² over n rows is estimated as n times the frequency times this, plus the squared shares of followers.
 # 0.01 and 0.03 are as good.
 OF_FREQUENCY = 0.015
+# The probability of a candidate that is certain. It is a bit less than 1, so that rounding never makes one
+# pass two integers.
+SURE = 1 - 1e-9
 
 
 def sample_parts(n: int, share: int) -> int:
@@ -64,20 +68,22 @@ class Importance:
 
     def of(self, tokens: np.ndarray) -> np.ndarray:
         """Each token's importance (vocabulary,), above 0, for a part of a batch with these tokens (n,)."""
-        times = np.bincount(tokens, minlength=len(self.frequency)).astype(float)
-        following = np.bincount(self.second, self.squares * times[self.first], len(self.frequency))
-        return np.sqrt(OF_FREQUENCY * len(tokens) * self.frequency + following)
+        times = np.bincount(tokens, minlength=len(self.frequency))
+        met = np.flatnonzero((times > 0).take(self.first))      # pairs whose first token the part has
+        estimate = OF_FREQUENCY * len(tokens) * self.frequency
+        np.add.at(estimate, self.second[met], self.squares[met] * times[self.first[met]])
+        return np.sqrt(estimate, out=estimate)
 
 
 def shares_of_sample(importance: np.ndarray, count: int) -> np.ndarray:
-    """The probability of each (n,) to be among `count`: in proportion to its importance, but at most 1."""
-    if count >= len(importance):
-        return np.ones(len(importance))
+    """The probability of each (n,) to be among `count`: in proportion to its importance, but at most SURE."""
+    if count >= np.count_nonzero(importance > 0):
+        return (importance > 0).astype(float)
     total, sure = importance.sum(), 0
     scale = count / total
-    while (found := np.count_nonzero(over := importance * scale >= 1)) > sure:
+    while (found := np.count_nonzero(over := importance >= 1 / scale)) > sure:
         sure, scale = found, (count - found) / (total - importance[over].sum())
-    return np.minimum(importance * scale, 1.0)
+    return np.minimum(importance * scale, SURE)
 
 
 def sample_candidates(targets: np.ndarray, count: int, importance: np.ndarray,
@@ -86,19 +92,24 @@ def sample_candidates(targets: np.ndarray, count: int, importance: np.ndarray,
 
     A target of -1 is none. A token of the rest is drawn with a probability in proportion to its importance,
     (vocabulary,) above 0. Its weight is one over that probability; a target's is 1. So a sum over candidates,
-    by weights, is in the mean the sum over the vocabulary. Pareto sampling (Rosén, J. Stat. Plan. Inference
-    62, 1997) draws a fixed number of tokens with these probabilities, within 0.1%.
+    by weights, is in the mean the sum over the vocabulary. Systematic sampling (Madow, Ann. Math. Stat. 20,
+    1949) draws a fixed number of tokens with these probabilities: those where the sum of probabilities,
+    shifted by one random number, passes an integer. ShardError if there are more than `count` targets.
     """
-    weights = np.zeros(len(importance), np.float32)
-    weights[targets[targets >= 0]] = 1.0
-    others = np.flatnonzero(weights == 0)
-    missing = count - (len(weights) - len(others))
+    rest = importance.copy()
+    rest[targets[targets >= 0]] = 0
+    drawn = rest == 0
+    missing = count - np.count_nonzero(drawn)
     if missing < 0:
         raise ShardError(f"{count - missing} different targets in a part with {count} candidates; "
                          "raise --softmax_samples or --extra_samples")
+    shares = shares_of_sample(rest, missing)
     if missing:
-        shares, chance = shares_of_sample(importance[others], missing), generator.random(len(others))
-        drawn = np.argpartition(chance / (1 - chance) * (1 - shares) / shares, missing - 1)[:missing]
-        weights[others[drawn]] = 1 / shares[drawn]
-    candidates = np.flatnonzero(weights)
-    return candidates.astype(np.int32), weights[candidates]
+        # NumPy would take three times as long. The last sum is `missing`, but for rounding.
+        sums = torch.from_numpy(shares).cumsum(0).numpy()
+        passed = np.zeros(len(sums) + 1, np.int32)
+        passed[1:] = sums * (missing / sums[-1]) + generator.uniform(1e-6, 1 - 1e-6)
+        drawn |= passed[1:] > passed[:-1]
+    candidates = np.flatnonzero(drawn)
+    shares = shares[candidates]
+    return candidates.astype(np.int32), (1 / np.where(shares > 0, shares, 1)).astype(np.float32)
