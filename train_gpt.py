@@ -1031,6 +1031,7 @@ class Trainer:
         for number, value in zip(numbers, (step.lr, step.momentum, step.slow_share, *step.multi_token)):
             number.fill_(value)
         self.model.ngrams.heed(batches)
+        self.model.memory.before(step.batch_tokens)
         batches = [self.prepared(batch) for batch in batches]
         if step.kind in self.graphs:
             graph, inputs = self.graphs[step.kind]
@@ -1040,7 +1041,6 @@ class Trainer:
         else:
             self.program(step, batches)
         self.optimizer.averages.after(step.index)
-        self.model.memory.after(step.batch_tokens)
         if self.config.check_ranks and not (step.index + 1) % self.config.check_ranks:
             self.optimizer.check_ranks()
         return self.loss.clone()                    # The next replay writes over `self.loss`.

@@ -88,24 +88,22 @@ def test_directions_are_those_of_the_states_before_the_first_that_is_kept(monkey
     monkeypatch.setattr(datastore, "FIRST", 1 / 2)
     store = empty(80, 80)
     assert store.size == 40
-    for seed in range(4):
-        random = seed < 2       # when the third step begins, all before it are seen
-        assert (store.projection == store.directions).all() == random
-        x, known = batch(20, seed)
+    for seed, n in enumerate((8, 12, 30, 30)):      # The third step has more tokens than two before it.
+        store.before(n)
+        assert (store.projection == store.directions).all() == (seed < 2)
         if seed == 2:
-            before = batch(20, 1)[0]
-            torch.testing.assert_close(before @ store.projection @ store.projection.T, before)
+            newest = batch(12, 1)[0]
+            torch.testing.assert_close(newest @ store.projection @ store.projection.T, newest)
             torch.testing.assert_close(store.projection.T @ store.projection, torch.eye(64))
-        store.learn(x, known)
-        store.after(20)
-    kept = torch.cat([batch(20, seed)[0] for seed in (2, 3)])
+        store.learn(*batch(n, seed))
+    kept = torch.cat([batch(30, seed)[0] for seed in (2, 3)])[20:]
     torch.testing.assert_close(store.keys[:40], store.normed(kept))
 
 
 def test_without_states_nothing_is_chosen():
     store = empty(0, 40)
     for _ in range(2):
-        store.after(20)
+        store.before(20)
     assert (store.projection == store.directions).all()
 
 

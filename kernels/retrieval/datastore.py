@@ -75,7 +75,7 @@ class Datastore:
         self.listed = torch.zeros(2, size, dtype=torch.int32, device=device)
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
-        self.passed = 0     # what `count` is, known to the host: states seen after the last step
+        self.passed = 0     # what `count` is before a step, known to the host
         some = NEWEST // collectives.size * (size > 0)
         self.newest = torch.zeros(some, width, dtype=dtype, device=device)      # of the last states
 
@@ -101,13 +101,13 @@ class Datastore:
         some = x[::max(len(x) // rows, 1)][:rows]
         self.newest[:len(some)] = some
 
-    def after(self, tokens: int) -> None:
-        """To call after each step, of so many `tokens` of all ranks. All ranks must call."""
+    def before(self, tokens: int) -> None:
+        """To call before each step, of so many `tokens` of all ranks. All ranks must call."""
         own = tokens // self.collectives.size
-        self.passed += own
-        # The next step makes the first state that is kept.
+        # The step makes the first state that is kept.
         if self.size and self.passed <= self.skipped < self.passed + own:
             self.choose()
+        self.passed += own
 
     @torch.no_grad()
     def choose(self) -> None:

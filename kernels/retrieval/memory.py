@@ -29,9 +29,9 @@ class TextMemory:
         """
         self.counts.learn(batches, self.all_gathered)
 
-    def after(self, tokens: int) -> None:
-        """To call after each step, of so many `tokens` of all ranks. All ranks must call."""
-        self.states.after(tokens)
+    def before(self, tokens: int) -> None:
+        """To call before each step, of so many `tokens` of all ranks. All ranks must call."""
+        self.states.before(tokens)
 
     def mixed(self, mixture: Mixture | None, x: Tensor, batch, is_start: Tensor) -> Mixture | None:
         """`mixture` (None: the head alone) with the counts and with what followed states similar to x
