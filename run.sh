@@ -105,7 +105,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))
 case "${program[*]} $*" in
 *" --help"*|*" --explain"*|*" --timetable"*) ranks=1 ;;     # They print something and train nothing.
 *records.tools.doctor*) ;;
-*" --preset"[=\ ]c*|*" --data_path"*) ;;
+*" --preset"[=\ ]c*|*" --preset"[=\ ]sprint*|*" --data_path"*) ;;
 *)
     shards=${DATA_PATH:-data/shards/fineweb}
     if [ "$gpus" -gt 0 ] && ! compgen -G "$shards/*train_*.bin" >/dev/null; then

@@ -53,6 +53,7 @@ from kernels.ranks.timetable import SMALL, UPDATE, Traffic, Transfer, due, stops
 from kernels.ranks.world import World, launched
 from kernels.sequence import Sequences, starts
 from kernels.streams import beside, recorded, side_stream
+from records import recipes
 from records.run import explain, settings
 from records.run.checkpoint import Keeper, check_saving, find, restore
 from records.run.checks import Backend, NGram, Part, Rows, check_config, check_machine
@@ -290,19 +291,18 @@ SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb")
 # Smaller batches want lower learning rates and a shorter memory of the momentum.
 HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
-PRESETS = {
+PRESETS = recipes.added_to({        # `sprint` and `medium`
     "speedrun": SPEEDRUN,
     # Records used this preset at the commits that they name. Steps gain 0.002 for 1% of the time. So layer
     # 2 is left out (11% for 0.018), as is a sixth head (6% for 0.002 to 0.01). Narrow windows: 2.5%, 0.001.
     "corpus": settings.change(
-        SPEEDRUN, preset="corpus", data_path="", layers=tuple(
-            replace(layer, narrow=i in (0, 1, 3))
-            for i, layer in enumerate(SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:])),
-        keep_tails=True, drop_repeats=16, micro_batches=1, heads=5, ngram_rows=268_435_456,
-        ngram_classes=True, near_match=(1, 2, 4, 8), copy_channels=128, attention_gates=True,
-        average_steps=400, cooldown=0.8, final_lr=0.25, slow_share=0.4, steps=1320, extra_steps=8,
-        softmax_tokens=8192, softmax_samples=(4096,), extra_samples=16_384, shared_updates=True,
-        canonical=True, val_fp8=False, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
+        SPEEDRUN, preset="corpus", data_path="", keep_tails=True, drop_repeats=16, micro_batches=1, heads=5,
+        layers=tuple(replace(layer, narrow=i in (0, 1, 3))
+                     for i, layer in enumerate(SPEEDRUN_LAYERS[:2] + SPEEDRUN_LAYERS[3:])),
+        ngram_rows=268_435_456, ngram_classes=True, near_match=(1, 2, 4, 8), copy_channels=128,
+        attention_gates=True, average_steps=400, cooldown=0.8, final_lr=0.25, slow_share=0.4, steps=1320,
+        extra_steps=8, softmax_tokens=8192, softmax_samples=(4096,), extra_samples=16_384, canonical=True,
+        shared_updates=True, val_fp8=False, score=("clean:4194304", "fineweb:561000"), **HALF_BATCHES),
     # The preset for a GPU of 24 GB takes the speedrun's tokens in smaller batches: 337 s in 24 GB of an H200.
     "single": settings.change(
         SPEEDRUN, preset="single", micro_batches=16, ngram_rows=33_554_432, val_chunk=16_384, steps=2540,
@@ -314,7 +314,7 @@ PRESETS = {
                momentum_warmup=70, momentum_cooldown=15, polar_steps=5, aol=False, val_tokens=65_536,
                val_every=50, val_chunk=4096, val_sequence_length=1024, save="log"),
         batch_tokens=(2048, 3072, 4096), sequence_length=(256, 512, 512), softmax_samples=(0,)),
-}
+})
 
 
 def parse(argv: list[str]) -> tuple[Config, dict]:
@@ -1111,8 +1111,8 @@ class Trainer:
 
     def validation_points(self) -> list[int]:
         """The numbers of steps after which the model is scored."""
-        every, last = self.config.val_every or len(self.schedule), len(self.schedule)
-        return [*range(every, last, every), last]
+        last = len(self.schedule)
+        return [*range(every := self.config.val_every or last, last, every), last]
 
 
 def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int = 0) -> Report:

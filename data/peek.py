@@ -28,11 +28,11 @@ SCHEDULES = {
     50256: {"speedrun": {896: 1270 * 131_072 // 3, 2048: 1270 * (262_144 + 393_216) // 3 + 15 * 393_216},
             "medium": {896: 4500 * 262_144 // 3, 2048: 4500 * (393_216 + 524_288) // 3 + 30 * 524_288},
             "corpus": {896: 1320 * 65_536 // 3, 2048: 1320 * (131_072 + 196_608) // 3 + 8 * 196_608},
+            "sprint": {896: 1324 * 65_536 // 3, 2048: 1324 * (131_072 + 196_608) // 3 + 8 * 196_608},
             "single": {896: 2540 * 65_536 // 3, 2048: 2540 * (131_072 + 196_608) // 3 + 30 * 196_608}},
     256: {"cpu": {256: 40 * 2048, 512: 40 * 3072 + 50 * 4096}},
 }
-RECIPES = {"medium": "-m records.recipes.medium"}      # what train_gpt.py does not know as a preset
-KEEP_TAILS = {"corpus"}             # presets that train on what a cut leaves over, too
+KEEP_TAILS = {"corpus", "sprint"}   # presets that train on what a cut leaves over, too
 
 
 class Shard(NamedTuple):
@@ -105,8 +105,7 @@ def schedule_fit(lengths: np.ndarray, total: int, bos: int) -> str:
         setting = "" if bos in SCHEDULES else f" --vocab_size {bos + 1}"
         cuts = ", ".join(f"{cut:,} leaves {share:.1%}" for cut, share in left.items())
         more = f"it does not fit in one; --epochs {math.ceil(taken / total)} does."
-        started = RECIPES.get(preset, f"--preset {preset}")
-        lines.append(f"{started}{setting} takes about {taken:,.0f} tokens of training shards like "
+        lines.append(f"--preset {preset}{setting} takes about {taken:,.0f} tokens of training shards like "
                      f"these (cutting documents at {cuts}); there are {total:,}: {taken / total:.2f} epochs, "
                      + ("it fits." if taken <= total else more))
     return "\n".join(lines)

@@ -9,5 +9,5 @@ statistics. There are three folders of code:
 - `tools/` holds what reads logs afterwards or measures the program from outside. `python -m records --help`
   lists the commands. `ablate`, `memory`, `profile` and `scaling` train, and so they are programs of their
   own: `python -m records.tools.scaling`. `ablate` and `profile` also start with `torchrun -m`.
-- `recipes/` holds presets that are not part of the program.
+- `recipes/` holds presets that `train_gpt.py` adds to its own.
 """

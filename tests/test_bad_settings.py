@@ -11,8 +11,6 @@ from conftest import TINY, command
 import train_gpt
 from data.shards import ShardError
 from kernels.ranks.collectives import Collectives
-from records.recipes.medium import MEDIUM
-from records.recipes.sprint import SPRINT
 from records.run import checks, explain, settings
 from records.run.kinds import Between, OneOf, is_names, parts
 from records.run.settings import UserError
@@ -107,8 +105,7 @@ def test_what_kernels_do_not_take(changes, part):
         checks.refuse(config, checks.kernel_faults(config))
 
 
-@pytest.mark.parametrize("preset", [*train_gpt.PRESETS.values(), MEDIUM, SPRINT],
-                         ids=lambda preset: preset.preset)
+@pytest.mark.parametrize("preset", train_gpt.PRESETS.values(), ids=lambda preset: preset.preset)
 def test_presets_keep_the_rules(preset):
     train_gpt.check_config(preset, train_gpt.Ops._fields)
     checks.refuse(preset, checks.kernel_faults(preset))

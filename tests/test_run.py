@@ -24,7 +24,6 @@ import train_gpt
 from data.errors import open_streams
 from data.shards import HEADER_BYTES, ShardError
 from kernels.retrieval import Datastore, datastore
-from records.recipes import medium, sprint
 from records.run import settings, sources, terminal
 from records.run.log import LogError
 from records.run.settings import UserError
@@ -421,7 +420,7 @@ def test_no_setting_is_one_of_the_launchers():
 
 
 def test_the_preset_of_six_layers_trains(tmp_path, shards, monkeypatch):
-    """`records.recipes.sprint` at a tiny width on bytes, with counts and states in its scores.
+    """`records/recipes/sprint.py` at a tiny width on bytes, with counts and states in its scores.
 
     Directions of states are chosen after the first step, since the second one passes an eighth of the run.
     """
@@ -429,25 +428,23 @@ def test_the_preset_of_six_layers_trains(tmp_path, shards, monkeypatch):
     monkeypatch.setattr(Datastore, "choose", lambda store: (chosen.append(store.passed), choose(store)))
     for name, size in {"CELLS": 16, "SAMPLE": 1024}.items():    # not k-means of 131,072 keys
         monkeypatch.setattr(datastore, name, size)
-    monkeypatch.setattr(train_gpt, "PRESETS", {**train_gpt.PRESETS})
-    words = ("--vocab_size 257 --batch_tokens 128,256,384 --micro_batches 2 --steps 3 --extra_steps 1 "
-             "--val_every 2 --softmax_samples 16 --ngram_block 16 --ngram_classes false --canonical false "
-             "--shared_updates false --drop_repeats 0 --score= --save=").split()
+    words = ("--preset sprint --vocab_size 257 --batch_tokens 128,256,384 --micro_batches 2 --steps 3 "
+             "--extra_steps 1 --val_every 2 --softmax_samples 16 --ngram_block 16 --ngram_classes false "
+             "--canonical false --shared_updates false --drop_repeats 0 --score= --save=").split()
     variables = {"DATA_PATH": str(shards), "RUNS_PATH": str(tmp_path)}
-    succeeded(command(*TINY, *words, program=sprint.main, **variables))
+    succeeded(command(*TINY, *words, **variables))
     header, *events = read_log(tmp_path)
     assert header["preset"] == "sprint" and len(header["config"]["layers"]) == 6
     assert header["config"]["states"] and header["config"]["retrieval"] and chosen == [128]
     assert events[-1]["kind"] == "summary" and events[-1]["steps"] == 4
 
 
-def test_a_preset_from_outside_the_program_trains(tmp_path, shards, monkeypatch):
-    """`records.recipes.medium`, 16 layers deep, at a tiny width on bytes."""
-    monkeypatch.setattr(train_gpt, "PRESETS", {**train_gpt.PRESETS})
-    words = ("--vocab_size 257 --batch_tokens 128,256,384 --micro_batches 2 --steps 3 --extra_steps 1 "
-             "--val_every 0 --softmax_samples 16 --ngrams 2,3 --ngram_block 16").split()
+def test_a_preset_with_layers_of_its_own_trains(tmp_path, shards):
+    """`records/recipes/medium.py`, 16 layers deep, at a tiny width on bytes."""
+    words = ("--preset medium --vocab_size 257 --batch_tokens 128,256,384 --micro_batches 2 --steps 3 "
+             "--extra_steps 1 --val_every 0 --softmax_samples 16 --ngrams 2,3 --ngram_block 16").split()
     variables = {"DATA_PATH": str(shards), "RUNS_PATH": str(tmp_path)}
-    result = succeeded(command(*TINY, *words, program=medium.main, **variables))
+    result = succeeded(command(*TINY, *words, **variables))
     header, *events = read_log(tmp_path)
     assert header["preset"] == "medium" and len(header["config"]["layers"]) == 16
     assert header["candidates"] == [256, 256, 256]

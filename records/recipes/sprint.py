@@ -1,6 +1,6 @@
 """Six layers and three heads, and a score that looks the training text up: 34.9 s on two H200s.
 
-    torchrun --standalone --nproc_per_node=2 -m records.recipes.sprint [--seed 1 …]
+    torchrun --standalone --nproc_per_node=2 train_gpt.py --preset sprint
 
 Five runs end at 3.2395 on `val` and 3.5697 on `clean`, so none of the 1,324 steps can be left out
 (records/2026-11-29_two-h200-sprint-retrieval). Against preset `corpus` the fifth of its seven layers
@@ -8,23 +8,11 @@ is missing, which is 10.6% of the time for some 0.02 on `clean`, as are two of f
 5 tokens. States of the training text (`--states`) gain more than that back. A run reads nearly all of the
 corpus. One H200 has memory for it with `--ngram_rows 150994944`, and takes 67.4 s with `--steps 1372`.
 """
-import sys
-
-import train_gpt
-from records.run.ending import leave
 from records.run.settings import change
 
-CORPUS = train_gpt.PRESETS["corpus"]
-SPRINT = change(
-    CORPUS, preset="sprint", layers=CORPUS.layers[:4] + CORPUS.layers[5:], heads=3, ngrams=(2, 3), steps=1324,
-    retrieval=(2, 3), states=160_000_000, val_every=0)
 
-
-def main() -> int:
-    """As `train_gpt.main`, with one preset more."""
-    train_gpt.PRESETS["sprint"] = SPRINT
-    return train_gpt.main(["--preset", "sprint", *sys.argv[1:]])
-
-
-if __name__ == "__main__":
-    leave(main())
+def preset(presets: dict):
+    """Preset `sprint`, from `corpus`."""
+    corpus = presets["corpus"]
+    return change(corpus, preset="sprint", layers=corpus.layers[:4] + corpus.layers[5:], heads=3,
+                  ngrams=(2, 3), steps=1324, retrieval=(2, 3), states=160_000_000, val_every=0)
