@@ -358,10 +358,12 @@ def test_the_preset_for_a_laptop(tmp_path):
     assert "bits per byte" in result.stdout
 
 
-@pytest.mark.parametrize("arguments", [[], ["--preset", "speedrun"]])
-def test_a_machine_with_a_gpu_fetches_fineweb(tmp_path, arguments):
+@pytest.mark.parametrize("arguments, fetches", [
+    ([], True), (["--preset", "speedrun"], True), (["--preset", "sprint"], False),
+    (["--preset=corpus"], False)])
+def test_a_machine_with_a_gpu_fetches_fineweb(tmp_path, arguments, fetches):
     """With no shards `run.sh` says what it fetches. Nothing trains where the fetch fails, as one without a
-    network does (tests/test_data.py)."""
+    network does (tests/test_data.py). Presets that have no shards of their own want yours."""
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     (tmp_path / "python").write_text("#!/bin/sh\ntest \"$1\" = -c && exit\necho \"$@\"\nexit 2\n")
@@ -369,6 +371,9 @@ def test_a_machine_with_a_gpu_fetches_fineweb(tmp_path, arguments):
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "0",
                  "DATA_PATH": str(tmp_path / "shards"), "PYTHON": str(tmp_path / "python")}
     result = process("./run.sh", *arguments, **variables)
+    if not fetches:
+        assert result.returncode == 0 and "FineWeb" not in result.stderr
+        return
     assert result.returncode == 2 and f"no shards in {tmp_path}/shards: fetching FineWeb" in result.stderr
     assert "--preset cpu" in result.stderr
     assert result.stdout == f"-m data.fineweb --out {tmp_path}/shards\n"
