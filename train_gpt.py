@@ -4,7 +4,7 @@
     python train_gpt.py                                       # one GPU, or a laptop's CPU (a small model)
     ./run.sh                                                  # the same, with its own environment and data
     python train_gpt.py --preset speedrun --timetable 4       # which collectives run when, on 4 ranks
-    python train_gpt.py --help                                # every setting of `Config` is a flag
+    python train_gpt.py --help                                # every setting but the layers is a flag
 
 How to read it:
 
@@ -133,6 +133,8 @@ class Config:
     those of the extra steps that such a run needs for the same loss, minus those that the ingredient takes.
     A: measured by one pair of runs with older settings, 33.9 s on four H200s. B: by such a pair, 58.6 s on
     two H200s. A loss of less than 0.003 says little (runs: records/ideas.md; method: records/measuring.md).
+    `val` is the validation text of a corpus that stands in for FineWeb. `clean` holds those of its documents
+    that share no 13 tokens in a row with the training text.
     """
     preset: str = ""                # the preset's name; unless given: "speedrun" with a GPU, "cpu" without
     name: str = ""                  # the run's folder; the preset's name if empty
@@ -149,7 +151,7 @@ class Config:
     # Passages that the text had before can be left out, since they teach that text repeats (arXiv 2107.06499;
     # data/repeats.py). Worth 0.017 on `clean`, or 7% of the time; `val`, whose text repeats, rises by 0.046.
     drop_repeats: Count = 0         # tokens of the shortest passage that is left out; 0: all are kept
-    micro_batches: Positive = 8     # micro-batches of a step, on all GPUs; unless given, one or more a GPU
+    micro_batches: Positive = 8     # of a step, on all GPUs; unless given, raised to one a GPU and to fit
 
     # ---- Model. Without a setting it has ReLU² (So et al., arXiv 2109.08668), QK-norm (arXiv 2010.04245),
     # logits bounded by 23·sigmoid((z + 5)/7.5) (@ClassicLarry #181), MLP-out that starts at 0 (@Grad62304977)
@@ -176,12 +178,12 @@ class Config:
     # Tokens also read an n-gram row for a guess of the next token. The guess followed the longest earlier
     # match of the last tokens in the sequence (kernels/retrieval; proposed to the public speedrun).
     near_match: tuple[Few, ...] = ()    # lengths of the matches, in tokens; worth 0.006 to 0.008
-    # When the model is scored, part of a token's probability is how often the token followed the last 1, 2 or
-    # 3 tokens in the training text so far (kernels/retrieval). Lengths 2 and 3 are worth 0.006 to 0.021.
-    retrieval: tuple[Few, ...] = ()
-    states: Count = 0   # States kept, of all ranks. What followed similar ones gets up to 27%; 0.039.
-    # Tokens that followed similar earlier states get part of the next token's probability. Queries and keys
-    # find them (kernels/copying; an open proposal to the public speedrun). Half a run: 0.016 on `clean`.
+    # When the model is scored, the training text has a share in the probabilities (kernels/retrieval): how
+    # often a token followed the last 1, 2 or 3, and what followed similar inputs of the last MLP, up to 27%.
+    retrieval: tuple[Few, ...] = ()     # lengths of contexts that are counted; 2, 3: worth 0.006 to 0.021
+    states: Count = 0   # how many of these inputs are kept, of all ranks; worth 0.039 on `clean`
+    # Tokens that followed similar places earlier in the sequence get part of the next one's probability, by
+    # queries and keys (kernels/copying; proposed to the public speedrun). Half a run: 0.016 on `clean`.
     copy_channels: Count = 0        # channels of each query and key: a power of two, as 128; 0: no copying
     # When the model is scored, the head gives no probability to tokens that GPT-2's encoder never writes next
     # (data/canonical.py; record 91 of the public speedrun). Worth 0.002 on `val`, by the weights of one run.
@@ -291,10 +293,10 @@ SPEEDRUN = Config(preset="speedrun", data_path=str(ROOT / "data/shards/fineweb")
 # Smaller batches want lower learning rates and a shorter memory of the momentum.
 HALF_BATCHES = dict(batch_tokens=(65_536, 131_072, 196_608), lr_scale=(0.7, 1.0, 1.25),
                     muon_momentum=(0.85, 0.92), momentum_warmup=600, momentum_cooldown=100)
-PRESETS = recipes.added_to({        # `sprint` and `medium`
+PRESETS = recipes.added_to({        # adds `sprint` and `medium`, which are made from these
     "speedrun": SPEEDRUN,
-    # Records used this preset at the commits that they name. Steps gain 0.002 for 1% of the time. So layer
-    # 2 is left out (11% for 0.018), as is a sixth head (6% for 0.002 to 0.01). Narrow windows: 2.5%, 0.001.
+    # The records' preset, as it was at the commits that they name. 1% more steps gain 0.002. So no layer 2
+    # (11% of the time for 0.018), no sixth head (6%, 0.002 to 0.01), narrow windows (2.5% for 0.001).
     "corpus": settings.change(
         SPEEDRUN, preset="corpus", data_path="", keep_tails=True, drop_repeats=16, micro_batches=1, heads=5,
         layers=tuple(replace(layer, narrow=i in (0, 1, 3))
@@ -334,17 +336,17 @@ class Ops(NamedTuple):
     Tests and experiments swap one: `model.ops = model.ops._replace(smear=embedding.smear_reference)`.
     """
     lookup: Callable                # reads rows of a table; the gradient reaches only the rows that were read
-    smear: Callable                 # norms embeddings, and adds to each a share of the previous token's
+    smear: Callable                 # norms embeddings, adds a share of the previous token's, norms the sum
     ngram_index: Callable           # hashes the n-grams that end at each token
     suffix_keys: Callable           # hashes the last k tokens at each token, for several lengths k
-    norm_fork: Callable             # sums a residual stream and norms it, for several readers
+    norm_fork: Callable             # adds up a stream's summands and norms the sum, once for each reader
     qkv: Callable                   # queries, keys and values from the normed stream
     share_values: Callable          # gives n-gram rows to all layers, and sums the gradients of all layers
     mlp_input: Callable             # for y = a (stream + update): c y, which bypasses the MLP, and norm(y)
     feed_forward: Callable          # relu(x W_inᵀ)² W_out
     before_head: Callable           # both heads' input: the norm of the stream less a share of an earlier one
     copy_inputs: Callable           # queries and keys of the copy head, and its score of not copying
-    pointer_sums: Callable          # log Σ e^s over the copy head's scores s of earlier states
+    pointer_sums: Callable          # log Σ e^s over the copy head's scores s of earlier tokens
     head_loss: Callable             # the head, its softcap and the loss
     nesterov_momentum: Callable
     newton_schulz: Callable
@@ -399,17 +401,16 @@ def choose_ops(config: Config, device: torch.device) -> tuple[Ops, tuple[str, ..
 
 # ========== 3. Model =================================================================================
 
+@dataclass(eq=False)
 class Transit:
     """What the micro-batches of a step share. It tells the optimizer which stop of the model a pass is at.
 
     The stops of a pass are "embedding", "smear", "layer 0", "mlp 0", "layer 1", …, "head".
     """
-
-    def __init__(self, optimizer: "Optimizer | None" = None):
-        self.optimizer = optimizer  # None in validation: nobody waits for weights or sums gradients.
-        self.accumulate = True      # Later micro-batches add to a gradient that the first one writes.
-        self.last = False           # the last micro-batch, after which gradients are complete
-        self.fp8_weights: dict[int, tuple] = {}     # by layer: weights in FP8, which all micro-batches read
+    optimizer: "Optimizer | None" = None    # None in validation: nobody waits for weights or sums gradients.
+    accumulate: bool = True         # Later micro-batches add to a gradient that the first one writes.
+    last: bool = False              # the last micro-batch, after which gradients are complete
+    fp8_weights: dict[int, tuple] = field(default_factory=dict)     # by layer; all micro-batches read them
 
     def reach(self, stop: str, x: Tensor | None = None) -> None:
         """The forward pass comes to `stop`, which reads x.
@@ -455,22 +456,22 @@ class GPT(nn.Module):
             config.attention, like, (config.qk_dim, config.head_dim), config.attention_scale)
         self.attention = attention.ATTENTION[self.attention_backend]
         self.ops, self.fp8 = choose_ops(config, like)
-        no_fp8 = choose_ops(replace(config, fp8=(), compile=False), like)[0]    # for `score`
+        no_fp8 = choose_ops(replace(config, fp8=(), compile=False), like)[0]  # `score` is too rare to compile
         self.no_fp8 = {op: getattr(no_fp8, op) for op in "norm_fork qkv mlp_input feed_forward".split()}
-        depth, kept, self.sources = len(config.layers), 0, []   # sources: which stream each attention reads
+        depth, kept, self.sources = len(config.layers), 0, []   # Layer i's attention reads stream sources[i].
         for i, layer in enumerate(config.layers):
             self.sources.append(kept if layer.reads_kept and config.late_input else i)
             kept = i + 1 if layer.kept else kept
         marked = (i + 1 for i, layer in enumerate(config.layers) if layer.backout and config.backout)
         self.backout_stream = next(marked, None)
-        self.readers = [self.sources.count(stream) for stream in range(depth + 1)]
+        self.readers = [self.sources.count(stream) for stream in range(depth + 1)]  # of each stream's norm
         long = [*(stage.windows[1] for stage in config.stages), config.final_windows[1], config.val_window]
         most = max(config.val_chunk, *(stage.batch_tokens // config.micro_batches for stage in config.stages))
         turned = int(config.qk_dim * config.rotary_share)       # channels of a query that show its position
         self.rotary = attention.rotary_tables(
             [window * config.window_block for window in long], most, turned, config.rotary_base,
             config.attention_scale, config.yarn, device)
-        self.loss_weights = torch.ones(3, device=device)
+        self.loss_weights = torch.ones(3, device=device)    # of the next 1, 2, 3 tokens; each step sets them
         self.never = canonical.Never(config.padded_vocab, device) if config.canonical else None
         valued = [i for i in range(depth) if config.layers[i].value_embedding and config.value_embeddings]
         self.value_index = {layer: i for i, layer in enumerate(valued)}     # which table and gate a layer has
@@ -529,14 +530,14 @@ class GPT(nn.Module):
         by_token = self.sort(batch.tokens)
         rows = self.ngrams.index(batch)
         transit.reach("embedding")
-        # Autograd goes in reverse: through the embedding before it waits for the gradients of these rows.
+        # Sent before x is made. So backward does the embedding's part before it waits for these gradients.
         in_flight = self.ngrams.send(rows, ops.lookup, self.sort, ops.share_values)
         smear_scale, backout_scale = self.scalars
         x = ops.lookup(self.head, by_token)
         x = ops.smear(x, positions.is_start, self.smear_gate, smear_scale)
-        transit.reach("smear")      # These gathers start behind the rows, which layer 0 needs first.
-        scalars, gates = self.attention_scalars.unbind(), self.value_gates.unbind()
-        context = Context(step, transit, sequences, positions, scale, by_token, in_flight, scalars, gates)
+        transit.reach("smear")      # This starts gathers, behind the n-gram rows, which layer 0 needs first.
+        context = Context(step, transit, sequences, positions, scale, by_token, in_flight,
+                          self.attention_scalars.unbind(), self.value_gates.unbind())
         streams = [mlp.Residual(x, readers=self.readers[0])]    # inputs of layers 0, 1, … and of the head
         for i, scales in enumerate(self.residual_scalars.unbind()):
             transit.reach(f"layer {i}", streams[i].newest)
@@ -545,10 +546,10 @@ class GPT(nn.Module):
             stream, x = ops.mlp_input((*streams[i].summands, update), scales)
             update = self.feed_forward(i, x, transit)
             streams.append(mlp.Residual(stream, update, readers=self.readers[i + 1]))
-        early = streams[self.backout_stream].later if self.backout_stream else None
+        early = streams[self.backout_stream].later if self.backout_stream else None     # its autograd copy
         x, twin = ops.before_head(streams[-1].summands, early, backout_scale)
         transit.reach("head", x)    # One node makes x and twin, so x's hook waits for the gradients of both.
-        return self.loss(x, twin, stream, batch, context)   # The last MLP reads `stream`, normed.
+        return self.loss(x, twin, stream, batch, context)   # `stream`: the last MLP's input, before its norm
 
     @torch.no_grad()
     def score(self, batch: Batch, step: "Step") -> Tensor:
@@ -600,7 +601,7 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, twin: Tensor, state: Tensor, batch: Batch,
              context: Context) -> tuple[Tensor, Tensor]:
-        """Training and next-token loss. The copy head reads `twin`: x as an autograd output of its own."""
+        """Training and next-token loss. `twin`: x again, for the copy head; `state`: see `Config.states`."""
         ops, in_fp8, is_start = self.ops, "head" in self.fp8, context.positions.is_start
         mixture = self.copy_head.mixture(twin, batch, context.sequences, ops.copy_inputs, ops.pointer_sums)
         mixture = self.memory.mixed(mixture, state, batch, is_start)
@@ -637,7 +638,7 @@ class Group:
     decay: float                    # An update removes this much of a weight, times lr and `Step.lr` squared.
     algorithm: type                 # Adam, NorMuon or RowAdam
     matrix_lr: list[float] = field(default_factory=list)    # NorMuon: multiplies the rate of each matrix
-    height: int = 0                 # NorMuon: rows of each block that is orthogonalised alone; 0: all rows
+    height: int = 0     # NorMuon: orthogonalises blocks of so many rows, as Q with K, and V; 0: all rows
     memory: float = 0.0             # time constant of the weights' average, in steps; 0: no average
     replicated: bool = False        # too small to share out: every rank makes the whole update
     shared: bool = False            # Adam: tokens of like spelling share updates.
@@ -671,17 +672,16 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
     def adam(name: str, params: list, stops: list[str], lr: float, betas: tuple, decay: float = 0.0,
              algorithm: type = Adam, **more) -> Group:
-        decay = config.adam_lr * (decay * config.adam_decay)
-        return Group(name, params, stops, lr * config.adam_lr, betas, decay, algorithm, **more)
+        return Group(name, params, stops, lr * config.adam_lr, betas,
+                     config.adam_lr * (decay * config.adam_decay), algorithm, **more)
 
     def small(name: str, params: list, lr: float, betas: tuple) -> Group:
         params = [p for p in params if p is not None and p.numel()]
         return adam(name, params, ["embedding"] * len(params), lr, betas, replicated=True)
 
     def normuon(name: str, params: list, stops: list[str], matrix_lr: list[float], height: int = 0) -> Group:
-        lr, decay = config.muon_lr, config.muon_lr * config.muon_decay
-        return Group(name, params, stops, lr, (0.0, config.muon_beta2), decay, NorMuon, matrix_lr, height,
-                     memory=50.0)
+        return Group(name, params, stops, config.muon_lr, (0.0, config.muon_beta2),
+                     config.muon_lr * config.muon_decay, NorMuon, matrix_lr, height, memory=50.0)
 
     gates = [model.copy_head.gate, model.value_gates, *model.attention_gates]
     scalars = [model.attention_scalars, model.ngrams.scales, model.scalars, model.copy_head.bias]
@@ -849,8 +849,8 @@ class Optimizer:
         apart = config.overlap and world.device.type == "cuda"
         self.streams = {name: side_stream(name) for name in self.shards if apart}   # where groups are updated
         self.loss_stream = side_stream("loss") if apart else None   # sums and checks losses, counts text
-        self.lr, *momentum = (torch.zeros((), device=world.device) for _ in range(3))
-        self.rates = updates.Rates(*momentum, config.slow_beta)
+        self.lr, *rates = (torch.zeros((), device=world.device) for _ in range(3))
+        self.rates = updates.Rates(*rates, config.slow_beta)    # rates: `Step.momentum`, `Step.slow_share`
         self.finite = torch.ones((), dtype=torch.bool, device=world.device)     # False: no more updates.
         self.traffic = [group.traffic(world.size) for group in groups]
         # Three queues hold what has not started of the timetable; `gathers` holds the gathers under way.
@@ -899,9 +899,10 @@ class Optimizer:
         for update in due(self.to_update, left):
             shard, sums = self.shards[update.group], self.sums.get(update.behind, [])
             summed = sums and self.world.size > 1
-            if self.loss_stream and not summed:     # No group is updated before its step's loss was checked.
+            # Every update waits for the check of the step's loss. One with sums waits for these as well, and
+            # one without for the backward pass, which runs on this stream.
+            if self.loss_stream and not summed:
                 torch.cuda.current_stream().wait_stream(self.loss_stream)
-            # An update waits for its sums and the loss. Without sums it waits for the backward pass, too.
             with beside(self.streams.get(update.group), self.loss_stream if summed else None):
                 for work in sums:
                     wait(work)
@@ -934,7 +935,7 @@ class Step(NamedTuple):
     windows: tuple[int, int]        # short and long, in blocks
     multi_token: tuple[float, ...]  # the loss weights of the next 1, …, k tokens
     samples: int                    # The softmax has the targets and about this many other tokens; 0: all.
-    update_adam: bool
+    update_adam: bool               # This step updates Adam's groups.
     adam_updated: bool              # The step before updated Adam's groups, or this is the first step.
     lr: float                       # multiplies every group's learning rate
     momentum: float
@@ -950,11 +951,10 @@ class Step(NamedTuple):
         return StepShape(self.batch_tokens, self.sequence_length, self.samples)
 
 
+@dataclass(eq=False)
 class Schedule:
     """The whole run as a function of the step's number: `schedule.at(step)`. Iterating gives every step."""
-
-    def __init__(self, config: Config):
-        self.config = config
+    config: Config
 
     def __len__(self) -> int:
         return self.config.steps + self.config.extra_steps
@@ -1012,8 +1012,8 @@ class Trainer:
         self.text = TextSettings.of(config)
         self.loader = Loader(
             self.text, [step.shape for step in self.schedule], world.rank, world.size, world.device)
-        self.chunks = config.val_tokens, config.val_chunk, config.val_sequence_length, world.size
-        self.validation = scored_text("val", self.text, *self.chunks)
+        self.scoring = config.val_tokens, config.val_chunk, config.val_sequence_length, world.size
+        self.validation = scored_text("val", self.text, *self.scoring)
         self.model = GPT(config, world.device, world.collectives)
         self.optimizer = Optimizer(self.model, config, world)
         self.loss = torch.zeros((), device=world.device)
@@ -1030,8 +1030,8 @@ class Trainer:
         numbers = self.optimizer.lr, *self.optimizer.rates[:2], *self.model.loss_weights
         for number, value in zip(numbers, (step.lr, step.momentum, step.slow_share, *step.multi_token)):
             number.fill_(value)
-        self.model.ngrams.heed(batches)
-        self.model.memory.before(step.batch_tokens)
+        self.model.ngrams.heed(batches)         # It learns only from a text's last reading.
+        self.model.memory.before(step.batch_tokens)     # chooses the states' directions when it is time
         batches = [self.prepared(batch) for batch in batches]
         if step.kind in self.graphs:
             graph, inputs = self.graphs[step.kind]
@@ -1105,7 +1105,7 @@ class Trainer:
         del before                                  # Validation needs the memory of the copies.
         self.model.memory.rehearse()
         batch = to_device(self.validation.batches[0], self.world.device)
-        with canonical.without_waiting():
+        with canonical.without_waiting():   # for the mask, which another process works out
             for step in self.schedule.kinds(map(self.schedule.validation, self.validation_points())):
                 self.model.score(batch, step)
 
@@ -1138,7 +1138,7 @@ def train(trainer: Trainer, log: RunLog, startup: dict[str, float], first: int =
                     with clock.paused():
                         report.validation(done, trainer.validate(schedule.validation(done)))
                 keeper.after(done)
-        for text in other_texts(trainer.text, config.score, *trainer.chunks):
+        for text in other_texts(trainer.text, config.score, *trainer.scoring):
             report.score(text, trainer.validate(schedule.validation(len(schedule)), text))
     finally:
         report.bar.close()

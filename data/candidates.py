@@ -1,9 +1,9 @@
 """Which tokens a sampled softmax computes logits for, beside the targets, and how much each counts.
 
-A sum over the vocabulary is estimated from candidates. A token j that is drawn with probability π counts 1/π
-times, so the estimate is right in the mean. For one row of logits the estimate's variance is Σ (1/π − 1) p²,
-if p are the row's probabilities and the sum is 1. The variance is least where π is proportional to √(Σ p²),
-summed over the rows of a part.
+The tokens of a part of a micro-batch share a sample. For each of them, a row of logits, the sum of e^logit
+over the vocabulary is estimated from candidates. A token that is drawn with probability π counts 1/π times,
+so the estimate is right in the mean. Its variance is Σ (1/π − 1) p² times the sum's square, where p are the
+row's probabilities. It is least where π is proportional to √(Σ p²), summed over the rows of the part.
 
 A token that a row makes probable, and that is no target of the row's part, often is a token that commonly
 follows the row's own: "ieties" after " Soc", "blown" after "full-". So Σ p² is estimated from how often

@@ -10,12 +10,12 @@ The states are those that training made anyway: what the last layer's MLP reads.
 CHANNELS directions, scaled to the norm √CHANNELS and rounded to FP8. The directions are those in which states
 vary most just before the first one is kept: 0.005 better than random ones. Before a score keys are multiplied
 by M^POWER, where M are their second moments, and scaled again. So the directions in which keys vary most
-count less. Each further score does so once more.
+count less. Each further score does that again, so how often a run is validated can change its last loss.
 
 Keys come from the weights of their step, and queries from the final ones. So the older a key is, the less
 even a right one is like the query. Therefore its weight is multiplied by e^(DRIFT a), where a is the share of
 the training that came after it. That and a larger γ are worth 0.004. The states of the first steps are not
-kept, since they gain nothing.
+kept, since they gain nothing. Below, s = γ (cos − 1) + DRIFT a is the logarithm of a state's weight.
 """
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,7 @@ CELLS, PROBES = 1024, 16    # centres; centres whose states a query sees
 SHARE = 0.27    # of what followed similar states in the probability, where Σ e^s ≥ 1
 RISE = 0.1      # below that the share is SHARE (Σ e^s)^RISE
 SHARPNESS = 40  # γ
-DRIFT = 5.5     # how much higher the score of a state from the run's start is than of one from its end
+DRIFT = 5.5     # how much larger s is for a state from the run's start than for one from its end
 FIRST = 1 / 8   # the share of the training whose states are never kept
 SAMPLE = 2 ** 17    # keys, over all ranks, from which M and the centres are made
 NEWEST = 2 ** 13    # states, over all ranks, from which directions are chosen
