@@ -108,7 +108,7 @@ def test_without_states_nothing_is_chosen():
 
 
 def test_states_that_come_after_sorting_are_found_too():
-    """Each state finds itself: the second sort evens out what the first one had evened out."""
+    """Each state finds itself, and a run that is also scored on its way ends as another does."""
     store = empty(70, 70)
     for seed, n in enumerate((40, 30)):
         store.learn(*batch(n, seed))
@@ -117,6 +117,9 @@ def test_states_that_come_after_sorting_are_found_too():
         x, known = batch(n, seed)
         has_target = known.targets >= 0
         assert (store.sums(x, known)[has_target] >= 0.999).all()
+    once, [x, asked] = filled(), batch(25, 9)
+    torch.testing.assert_close(store.projection, once.projection, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(store.sums(x, asked), once.sums(x, asked), rtol=1e-2, atol=1e-9)
 
 
 def test_probabilities_of_all_tokens_sum_to_one(monkeypatch):

@@ -10,7 +10,7 @@ The states are those that training made anyway: what the last layer's MLP reads.
 CHANNELS directions, scaled to the norm √CHANNELS and rounded to FP8. The directions are those in which states
 vary most just before the first one is kept: 0.005 better than random ones. Before a score keys are multiplied
 by M^POWER, where M are their second moments, and scaled again. So the directions in which keys vary most
-count less. Each further score does that again, so how often a run is validated can change its last loss.
+count less. A further score first undoes what the last one did.
 
 Keys come from the weights of their step, and queries from the final ones. So the older a key is, the less
 even a right one is like the query. Therefore its weight is multiplied by e^(DRIFT a), where a is the share of
@@ -76,6 +76,7 @@ class Datastore:
         self.edges = torch.zeros(CELLS + 1, dtype=torch.int32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)  # of states seen, kept or not
         self.passed = 0     # what `count` is before a step, known to the host
+        self.undo: Tensor | None = None     # the inverse of M^POWER at the last sort; None: not sorted yet
         some = NEWEST // collectives.size * (size > 0)
         self.newest = torch.zeros(some, width, dtype=dtype, device=device)      # of the last states
 
@@ -126,14 +127,17 @@ class Datastore:
         if not count:
             return
         sample = self.sample(count)
+        before = sample if self.undo is None else F.rms_norm(sample @ self.undo.float(), sample.shape[1:])
         # The identity keeps moments above 0. It is little beside them, for they sum up to SAMPLE · channels.
-        values, vectors = torch.linalg.eigh((sample.T @ sample).double().cpu() + torch.eye(self.channels))
-        root = ((vectors * (values / values.mean()) ** POWER) @ vectors.T).to(self.projection)
-        root = self.collectives.all_gathered(root)[:self.channels]      # that of rank 0
-        self.projection.copy_(self.projection @ root)
-        self.divide(self.key(sample.to(root) @ root).to(root))
+        values, vectors = torch.linalg.eigh((before.T @ before).double().cpu() + torch.eye(self.channels))
+        factors = (values / values.mean()) ** POWER
+        root, undo = self.of_rank_0(*((vectors * each) @ vectors.T for each in (factors, 1 / factors)))
+        change = root if self.undo is None else self.undo @ root
+        self.undo = undo
+        self.projection.copy_(self.projection @ change)
+        self.divide(self.key(sample.to(change) @ change).to(change))
         place = settle_reference if self.keys.device.type == "cpu" else settle
-        cells = place(self.keys[:count], root, self.centres)
+        cells = place(self.keys[:count], change, self.centres)
         # States without a target get a cell behind all others, which is never searched.
         cells.masked_fill_(self.followers[:count] < 0, CELLS)
         cells, order = cells.sort(stable=True)
@@ -141,6 +145,11 @@ class Datastore:
         torch.index_select(self.followers, 0, order, out=self.listed[1, :count])
         wanted = torch.arange(CELLS + 1, dtype=torch.int32, device=cells.device)
         self.edges.copy_(torch.searchsorted(cells, wanted))
+
+    def of_rank_0(self, *matrices: Tensor) -> tuple[Tensor, ...]:
+        """That rank's matrices (channels, channels), on this rank's device."""
+        own = torch.cat(matrices).to(self.projection)
+        return self.collectives.all_gathered(own)[:len(own)].split(self.channels)
 
     def sample(self, count: int) -> Tensor:
         """SAMPLE of the first `count` keys of all ranks, (SAMPLE, channels) float32."""
@@ -174,7 +183,7 @@ class Datastore:
     def forget(self) -> None:
         """Begin again, without any state."""
         self.projection.copy_(self.directions)
-        self.passed = 0
+        self.passed, self.undo = 0, None
         self.count.zero_()
         self.edges.zero_()
 
