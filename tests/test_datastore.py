@@ -83,26 +83,27 @@ def test_states_beyond_the_text_are_not_kept():
     torch.testing.assert_close(store.sums(x, asked), wanted.sums(x, asked), rtol=1e-5, atol=0)
 
 
-def test_directions_are_those_of_the_states_before_the_first_that_is_kept(monkeypatch):
-    """Twenty states span twenty directions, so the 64 of a key can hold all of them."""
+@pytest.mark.parametrize("steps", [(8, 12, 30, 30), (8, 32, 40)])
+def test_directions_are_those_of_the_states_before_the_first_that_is_kept(steps, monkeypatch):
+    """The third step has it, inside or at the beginning. So few states have no more directions than a key."""
     monkeypatch.setattr(datastore, "FIRST", 1 / 2)
     store = empty(80, 80)
     assert store.size == 40
-    for seed, n in enumerate((8, 12, 30, 30)):      # The third step has more tokens than two before it.
+    for seed, n in enumerate(steps):
         store.before(n)
         assert (store.projection == store.directions).all() == (seed < 2)
         if seed == 2:
-            newest = batch(12, 1)[0]
+            newest = batch(steps[1], 1)[0]
             torch.testing.assert_close(newest @ store.projection @ store.projection.T, newest)
             torch.testing.assert_close(store.projection.T @ store.projection, torch.eye(64))
         store.learn(*batch(n, seed))
-    kept = torch.cat([batch(30, seed)[0] for seed in (2, 3)])[20:]
+    kept = torch.cat([batch(n, seed)[0] for seed, n in enumerate(steps) if seed > 1])[-40:]
     torch.testing.assert_close(store.keys[:40], store.normed(kept))
 
 
 def test_without_states_nothing_is_chosen():
     store = empty(0, 40)
-    for _ in range(2):
+    for _ in range(3):      # also in a step beyond the text
         store.before(20)
     assert (store.projection == store.directions).all()
 
@@ -159,6 +160,7 @@ def test_rehearsal_leaves_nothing():
     store, fresh = filled(), empty(70, 70)
     store.rehearse()
     assert store.count == 0 and not store.edges.any() and (store.projection == fresh.projection).all()
+    assert store.undo is None
 
 
 def test_a_score_without_states_changes_nothing():
