@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.dates import DateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FormatStrFormatter, MaxNLocator
-from scipy import stats
+from scipy import special
 
 from data.errors import printable
 from data.shards import whole_file
@@ -186,7 +186,7 @@ def draw_last_losses(axes: plt.Axes, losses: dict[str, list[float]], label: str,
         axes.plot(np.full(len(values), float(index)), values, MARKERS[index % len(MARKERS)], color=color,
                   alpha=0.6, linestyle="", label="a run" if index == drawn[0] else None)
         if sample.standard_error:
-            half = stats.t.ppf(0.975, sample.n - 1) * sample.standard_error
+            half = special.stdtrit(sample.n - 1, 0.975) * sample.standard_error
             axes.errorbar(index + 0.2, sample.mean, half, fmt="_", color=color, capsize=4, markersize=12,
                           label="mean and its 95% interval" if index == drawn[0] else None)
     low, high = axes.dataLim.intervaly

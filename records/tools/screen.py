@@ -12,7 +12,7 @@ together such pairs move no effect. Runs of their own must still confirm what a 
 that added up to 0.0087 came to 0.0002 (records/measuring.md).
 """
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from records.run.settings import UserError
 
@@ -42,4 +42,4 @@ def effects(made: np.ndarray, results: np.ndarray) -> tuple[np.ndarray, float]:
     rest = results - results.mean() - signs @ found / 2
     freedom = len(results) - 1 - made.shape[1]
     error = 2 * np.sqrt(rest @ rest / freedom / len(results))
-    return found, float(stats.t.ppf((1 + SURE) / 2, freedom) * error)
+    return found, float(special.stdtrit(freedom, (1 + SURE) / 2) * error)

@@ -1,9 +1,13 @@
-"""The statistics: pure functions of numbers. Which runs may be pooled at all is `pool.py`'s to say."""
+"""The statistics: pure functions of numbers. Which runs may be pooled at all is `pool.py`'s to say.
+
+Student's t is that of scipy.special: `stdtr`, its distribution function, and `stdtrit`, the inverse.
+scipy.stats has the same under better names, but takes a second to import.
+"""
 import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 from records.tools.schema import RecordError
 
@@ -44,7 +48,7 @@ def p_below(values: list[float], target: float | None) -> float | None:
     sample = describe(values)
     if target is None or not sample.standard_error:
         return None
-    return float(stats.t.cdf((sample.mean - target) / sample.standard_error, sample.n - 1))
+    return float(special.stdtr(sample.n - 1, (sample.mean - target) / sample.standard_error))
 
 
 def more_runs(values: list[float], target: float | None) -> int | None:
@@ -57,7 +61,7 @@ def more_runs(values: list[float], target: float | None) -> int | None:
     if target is None or not sample.standard_deviation:
         return None
     n = np.arange(sample.n, MOST_RUNS)
-    p = stats.t.sf(abs(sample.mean - target) / sample.standard_deviation * np.sqrt(n), n - 1)
+    p = special.stdtr(n - 1, -abs(sample.mean - target) / sample.standard_deviation * np.sqrt(n))
     enough = np.flatnonzero(p < SIGNIFICANCE)
     return int(enough[0]) if len(enough) else None
 
@@ -103,8 +107,8 @@ def welch(a: list[float], b: list[float]) -> Difference:
         return Difference(difference)
     error = math.hypot(sample_a.standard_error, sample_b.standard_error)
     freedom = error ** 4 / sum(sample.standard_error ** 4 / (sample.n - 1) for sample in (sample_a, sample_b))
-    half = float(stats.t.ppf(0.975, freedom)) * error
+    half = float(special.stdtrit(freedom, 0.975)) * error
     # The usual sum of two quantiles, for the test's size and for its power, approximates the noncentral t.
-    smallest = half + float(stats.t.ppf(0.8, freedom)) * error
-    p = 2 * float(stats.t.sf(abs(difference) / error, freedom))
+    smallest = half + float(special.stdtrit(freedom, 0.8)) * error
+    p = 2 * float(special.stdtr(freedom, -abs(difference) / error))
     return Difference(difference, difference - half, difference + half, p, smallest)
