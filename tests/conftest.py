@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"         # of what tests start: threads that outnumber the cores spin
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)     # Programs that tests start do little but import.
 # A background job ignores Ctrl-C, and so would the programs that it tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
