@@ -103,8 +103,9 @@ def sample_candidates(targets: np.ndarray, count: int, importance: np.ndarray,
     if missing < 0:
         raise ShardError(f"{count - missing} different targets in a part with {count} candidates; "
                          "raise --softmax_samples or --extra_samples")
-    shares = shares_of_sample(rest, missing)
+    shares = rest       # of the targets: 0
     if missing:
+        shares = shares_of_sample(rest, missing)
         # NumPy would take three times as long. The last sum is `missing`, but for rounding.
         sums = torch.from_numpy(shares).cumsum(0).numpy()
         passed = np.zeros(len(sums) + 1, np.int32)

@@ -384,6 +384,7 @@ def test_sample_candidates():
         drawn[candidates] += 1
     assert (drawn[share == 1] == 4000).all() and abs(drawn / 4000 - share).max() < 0.03
     assert sample_candidates(targets, 50, importance, generator)[1].tolist() == [1.0] * 50
+    assert [x.tolist() for x in sample_candidates(targets, 2, importance, generator)] == [[0, 7], [1.0, 1.0]]
     with pytest.raises(ShardError, match="2 different targets in a part with 1 candidates"):
         sample_candidates(targets, 1, importance, generator)
 

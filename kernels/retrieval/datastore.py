@@ -118,8 +118,7 @@ class Datastore:
         moments, found = states.T @ states / len(states), self.directions.float()
         for _ in range(2):
             found = torch.linalg.qr(moments @ (moments @ found)).Q
-        found = self.collectives.all_gathered(found.to(self.projection).contiguous())
-        self.projection.copy_(found[:len(self.projection)])     # those of rank 0
+        self.projection.copy_(self.of_rank_0(found.to(self.projection)))
 
     def sort(self) -> None:
         """Even the keys out and list them in the order of their cells. All ranks must call."""
@@ -127,11 +126,12 @@ class Datastore:
         if not count:
             return
         sample = self.sample(count)
-        before = sample if self.undo is None else F.rms_norm(sample @ self.undo.float(), sample.shape[1:])
+        plain = sample if self.undo is None else F.rms_norm(sample @ self.undo.float(), sample.shape[1:])
         # The identity keeps moments above 0. It is little beside them, for they sum up to SAMPLE · channels.
-        values, vectors = torch.linalg.eigh((before.T @ before).double().cpu() + torch.eye(self.channels))
+        values, vectors = torch.linalg.eigh((plain.T @ plain).double().cpu() + torch.eye(self.channels))
         factors = (values / values.mean()) ** POWER
-        root, undo = self.of_rank_0(*((vectors * each) @ vectors.T for each in (factors, 1 / factors)))
+        both = torch.cat([(vectors * each) @ vectors.T for each in (factors, 1 / factors)])
+        root, undo = self.of_rank_0(both.to(self.projection)).split(self.channels)
         change = root if self.undo is None else self.undo @ root
         self.undo = undo
         self.projection.copy_(self.projection @ change)
@@ -146,10 +146,9 @@ class Datastore:
         wanted = torch.arange(CELLS + 1, dtype=torch.int32, device=cells.device)
         self.edges.copy_(torch.searchsorted(cells, wanted))
 
-    def of_rank_0(self, *matrices: Tensor) -> tuple[Tensor, ...]:
-        """That rank's matrices (channels, channels), on this rank's device."""
-        own = torch.cat(matrices).to(self.projection)
-        return self.collectives.all_gathered(own)[:len(own)].split(self.channels)
+    def of_rank_0(self, x: Tensor) -> Tensor:
+        """That rank's x, which has one shape on all ranks."""
+        return self.collectives.all_gathered(x.contiguous())[:len(x)]
 
     def sample(self, count: int) -> Tensor:
         """SAMPLE of the first `count` keys of all ranks, (SAMPLE, channels) float32."""
@@ -164,8 +163,7 @@ class Datastore:
         for _ in range(ROUNDS):
             belongs = self.products(sample).argmax(1, keepdim=True) == number
             self.centres.copy_(self.key(belongs.to(sample.dtype).T @ sample))
-        first = self.collectives.all_gathered(self.centres.view(torch.uint8))[:CELLS]   # those of rank 0
-        self.centres.copy_(first.view(self.kind))
+        self.centres.copy_(self.of_rank_0(self.centres.view(torch.uint8)).view(self.kind))
 
     def products(self, keys: Tensor) -> Tensor:
         """The product of each of `keys` (n, channels) with each centre, (n, CELLS)."""
