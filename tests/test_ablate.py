@@ -1,5 +1,7 @@
 """The table of what settings cost: timed steps, settings to try, whole commands, two checkouts in turn."""
+import os
 import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -11,8 +13,10 @@ import torch
 from conftest import ROOT, TINY
 
 import train_gpt
+from kernels.ranks.collectives import RankError
 from records.run.settings import UserError, change
 from records.tools import ablate, against
+from records.tools.apart import Share, separate
 from records.tools.screen import design, effects
 
 SMALL = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "128,256,384", "--val_every",
@@ -51,7 +55,7 @@ def test_what_cannot_be_timed(config, every, steps, reason):
 def test_texts_that_some_run_lacks_have_no_column(config, monkeypatch):
     scores = iter([{"clean": 3.5, "fineweb": 3.7}, {"fineweb": 3.8}])
     monkeypatch.setattr(ablate, "trained", lambda *_: ablate.Result(3.2, 2.0, [1.0], next(scores)))
-    text = ablate.train_in_turn({"as given": config, "score=none": config}, None, lambda _: None)
+    text = ablate.train_in_turn({"as given": config, "score=none": config}, None, Share(), lambda _: None)
     assert "fineweb" in text and "clean" not in text
 
 
@@ -87,7 +91,7 @@ def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monk
     monkeypatch.setattr(ablate, "trained", trained)
     said, config = [], replace(config, seed=3, runs=2)
     variants = {"as given": config, "smear=false": replace(config, smear=False), "again": config}
-    text = ablate.train_in_turn(variants, None, said.append)
+    text = ablate.train_in_turn(variants, None, Share(), said.append)
     assert seen == [(seed, smear) for seed in (3, 4) for smear in (True, False, True)] and len(said) == 6
     assert said[3].startswith("again, seed 4")      # The order turns about.
     assert said[1] == "smear=false, seed 3: 3.3000 in 5.00 s; no other text"
@@ -99,7 +103,7 @@ def test_whole_runs_take_turns_seed_by_seed_and_tell_what_they_show(config, monk
     assert rows[3][5].startswith("+0.0200 nats/token (95%: -0.0104 to +0.0504), p = 0.11;")
     assert rows[4][5].startswith("+0.0000 nats/token (95%: -0.0304 to +0.0304), p = 1;")
     variants = {name: replace(config, runs=1) for name, config in variants.items()}
-    single = ablate.train_in_turn(variants, None, said.append).splitlines()[3].split("|")
+    single = ablate.train_in_turn(variants, None, Share(), said.append).splitlines()[3].split("|")
     assert [cell.strip() for cell in single[1:4]] == ["smear=false", "1", "3.3000"]
     assert "+0.0200 nats/token; no test" in single[6]
 
@@ -195,17 +199,17 @@ def test_whole_runs_screen_changes_together(config, monkeypatch):
     monkeypatch.setattr(ablate, "trained", trained)
     argv, tries = ["--preset", "cpu", "--seed", "5", "--runs", "2"], ["smear=false", "cautious=false,steps=7"]
     said = []
-    rows = rows_of(ablate.train_screened(tries, argv, None, said.append))
+    rows = rows_of(ablate.train_screened(tries, argv, None, Share(), said.append))
     assert [seed for seed, *_ in seen] == list(range(5, 21)) and len(said) == 16
     assert {(cautious, steps) for *_, cautious, steps in seen} == {(True, 120), (False, 7)}
-    assert seen[7][1:] == (True, True, 120) and said[7].endswith("clean 3.6000; with no change")
+    assert seen[7][1:] == (True, True, 120) and said[7].startswith("8 of 16, with no change: 3.3000 in")
     assert seen[15][1:] == (False, False, 7)        # The second pass makes what the first did not.
     assert rows[0] == ["16 runs", "loss ± 0.0000", "clean ± 0.0000", "s ± 0.00"]
     assert rows[2:] == [["no change, by the sums of effects", "3.3000", "3.6000", "10.00"],
                         ["smear=false", "+0.0200", "+0.0200", "-1.00"],
                         ["cautious=false,steps=7", "-0.0100", "-0.0100", "+0.00"]]
     with pytest.raises(UserError, match="more than one --try changes smear"):
-        ablate.train_screened(["smear=false", "steps=7,smear=true"], argv, None, print)
+        ablate.train_screened(["smear=false", "steps=7,smear=true"], argv, None, Share(), print)
 
 
 def test_the_command_screens(shards, monkeypatch, capsys):
@@ -217,6 +221,47 @@ def test_the_command_screens(shards, monkeypatch, capsys):
     rows = rows_of(capsys.readouterr().out)
     assert [row[:2] for row in rows[2:]] == [["no change, by the sums of effects", "7.0000"],
                                              ["smear=false", "-1.0000"], ["batch_tokens=128", "-2.0000"]]
+
+
+# Ranks apart
+
+def test_ranks_apart_share_runs_out():
+    work = list(range(5))
+    assert [Share(rank, 2).of(work) for rank in (0, 1)] == [[0, 2, 4], [1, 3]]
+    assert Share().of(work) == work == Share().collected(work)
+
+
+@pytest.mark.parametrize("visible, gpu", [(None, "1"), ("", ""), ("4,6", "6")])
+def test_a_rank_apart_is_the_only_one_on_its_gpu(monkeypatch, visible, gpu):
+    environment = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2",
+                       MASTER_ADDR="localhost", MASTER_PORT="1")
+    given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    monkeypatch.setattr(os, "environ", environment | given)
+    assert separate() == Share(3, 4)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu and train_gpt.launched() == (0, 1, 0)
+    monkeypatch.setattr(os, "environ", environment | {"CUDA_VISIBLE_DEVICES": "4"})
+    with pytest.raises(RankError, match="2 or more processes, and CUDA_VISIBLE_DEVICES=4; give each a GPU"):
+        separate()
+
+
+def test_the_command_trains_apart(shards):
+    """Three runs on two ranks: each is a run of one rank, and the table has all of them."""
+    tool = ["records.tools.ablate", "--train", "--apart", "--try", "smear=false", "--try", "backout=false"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m",
+               *tool, *SMALL, "--data_path", str(shards), "--steps", "3", "--write_log", "false"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(done.stdout)
+    assert [row[:2] for row in rows[2:]] == [[name, "1"] for name in ("as given", *tool[4::2])]
+    assert len({row[2] for row in rows[2:]}) == 3
+    for name, _, loss, *_ in rows[2:]:
+        assert f"{name}, seed 0: {loss} in" in done.stdout
+
+
+def test_only_whole_runs_are_shared_out(monkeypatch, capsys):
+    for wrong in ([], ["--train", "--check", "2"]):
+        monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--apart", *wrong])
+        assert ablate.main() == 2 and "--apart shares out whole runs" in capsys.readouterr().err
 
 
 # Two checkouts

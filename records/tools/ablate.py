@@ -14,6 +14,8 @@ settings of train_gpt.py can be given. Instead of timing steps it can do these:
                    12 runs for eight changes, each run with a seed of its own (records/tools/screen.py).
                    `--runs 2` adds 12 runs; each makes the changes that a run of the first 12 did not make.
                    Then pairs of changes that help or harm each other move no effect.
+--apart            with --train or --screen: each GPU trains runs of its own, in turn. The ranks of torchrun
+                   share the runs out, and train none together, so several GPUs lose no time to exchanges.
 --against FOLDER   time another checkout of this project in turn with this one, with the same settings
 --check N          first take N steps from the same weights, twice eagerly and twice as CUDA graphs, and print
                    how far their losses differ: with deterministic kernels, and with those of training
@@ -37,6 +39,7 @@ from records.run.ending import EXPECTED, exit_status, leave
 from records.run.fit import fitted
 from records.run.settings import UserError, change, defaults, split_values, without
 from records.tools.against import compare_checkouts
+from records.tools.apart import Share, separate
 from records.tools.compare import difference_text
 from records.tools.markdown import table
 from records.tools.pool import common_texts, scores_text
@@ -147,18 +150,29 @@ def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
                   [statistics.median(ms) for ms in by_stage.values()], report.scores)
 
 
-def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, say: Callable) -> str:
+def whole_runs(runs: dict[str, train_gpt.Config], world: train_gpt.World, share: Share,
+               say: Callable) -> list[Result]:
+    """The results of all `runs`, of which this process trains its share. `say` gets a line of each."""
+    mine = []
+    for text, config in share.of(list(runs.items())):
+        mine.append(run := trained(config, world))
+        say(f"{text}: {run.loss:.4f} in {run.seconds:.2f} s; {scores_text(run.scores)}")
+    return share.collected(mine)
+
+
+def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, share: Share,
+                  say: Callable) -> str:
     """A table of means over seeds. Each seed is trained with every variant before the next seed.
 
     Every second seed reverses the order, so that a drift of the machine favours no variant.
     """
-    results: dict[str, list[Result]] = {name: [] for name in variants}
     first = variants[AS_GIVEN]
-    for i in range(first.runs):
-        seed = first.seed + i
-        for name in list(variants)[::-1 if i % 2 else 1]:
-            results[name].append(run := trained(change(variants[name], seed=seed, runs=1), world))
-            say(f"{name}, seed {seed}: {run.loss:.4f} in {run.seconds:.2f} s; {scores_text(run.scores)}")
+    order = [(name, first.seed + i) for i in range(first.runs)
+             for name in list(variants)[::-1 if i % 2 else 1]]
+    runs = {f"{name}, seed {seed}": change(variants[name], seed=seed, runs=1) for name, seed in order}
+    results: dict[str, list[Result]] = {name: [] for name in variants}
+    for (name, _), run in zip(order, whole_runs(runs, world, share, say)):
+        results[name].append(run)
     losses = [run.loss for run in results[AS_GIVEN]]
     texts = common_texts([run for runs in results.values() for run in runs])
     head = ["", "n", "loss", *texts, "s", "ms a step in each stage",
@@ -179,19 +193,20 @@ def result_row(name: str, runs: list[Result], first: list[float], texts: list[st
             ", ".join(f"{ms:.1f}" for ms in stage_ms), "" if name == AS_GIVEN else difference]
 
 
-def train_screened(tries: list[str], argv: list[str], world: train_gpt.World, say: Callable) -> str:
+def train_screened(tries: list[str], argv: list[str], world: train_gpt.World, share: Share,
+                   say: Callable) -> str:
     """A table of each change's effect, from whole runs that make about half of the changes each."""
     names = [name for text in tries for name, _ in changes_of(text)]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"--screen: more than one --try changes {', '.join(twice)}")
     first = train_gpt.parse(argv)[0]
-    made, results = design(len(tries), first.runs), []
+    made, runs = design(len(tries), first.runs), {}
     for i, row in enumerate(made):
         chosen = [text for text, on in zip(tries, row) if on]
         config = vary(",".join(chosen), argv, train=True) if chosen else first
-        results.append(run := trained(change(config, seed=first.seed + i, runs=1), world))
-        say(f"{i + 1} of {len(made)}: {run.loss:.4f} in {run.seconds:.2f} s; {scores_text(run.scores)}; with "
-            f"{' '.join(chosen) or 'no change'}")
+        text = f"{i + 1} of {len(made)}, with {' '.join(chosen) or 'no change'}"
+        runs[text] = change(config, seed=first.seed + i, runs=1)
+    results = whole_runs(runs, world, share, say)
     columns = {"loss": [run.loss for run in results],
                **{text: [run.scores[text] for run in results] for text in common_texts(results)},
                "s": [run.seconds for run in results]}
@@ -243,6 +258,8 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
                         help="train the whole schedule instead of timing steps")
     parser.add_argument("--screen", action="store_true",
                         help="train whole schedules with about half of the changes each")
+    parser.add_argument("--apart", action="store_true",
+                        help="each GPU trains runs of its own")
     parser.add_argument("--against", type=Path, metavar="FOLDER",
                         help="time another checkout in turn with this one")
     parser.add_argument("--check", type=int, default=0, metavar="N",
@@ -251,6 +268,8 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     if options.against and (options.tries or options.train or options.screen or options.check):
         raise UserError("--against times two checkouts with the same settings: leave out --try, --train, "
                         "--screen and --check")
+    if options.apart and (options.check or not (options.train or options.screen)):
+        raise UserError("--apart shares out whole runs: give --train or --screen, and leave out --check")
     return options, settings
 
 
@@ -259,6 +278,7 @@ def main() -> int:
     try:
         rank, _, _ = train_gpt.launched()
         options, settings = arguments()
+        share = separate() if options.apart else Share()
         train_gpt.parse(settings)           # Wrong settings end here.
         # Each checkout runs in processes of its own, started by the first rank.
         if options.against:
@@ -274,9 +294,11 @@ def main() -> int:
         if options.check:
             for deterministic in (True, False):
                 say(check(config, world, options.check, deterministic))
-        say(train_screened(options.tries, settings, world, say) if options.screen else
-            train_in_turn(variants, world, say) if options.train else
-            time_in_turn(variants, world, options.repeat, say))
+        text = (train_screened(options.tries, settings, world, share, say) if options.screen else
+                train_in_turn(variants, world, share, say) if options.train else
+                time_in_turn(variants, world, options.repeat, say))
+        if share.rank == 0:
+            say(text)
     except (*EXPECTED, RecordError) as error:
         return exit_status(error, rank, "records.tools.ablate")
     world.close()
