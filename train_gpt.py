@@ -244,7 +244,7 @@ class Config:
     ngram_beta2: Beta = 0.99        # decay of an n-gram row's mean squares
     ngram_block: Positive = 16      # neighbouring columns of an n-gram row share a mean square; worth 0.005
     adam_decay: Factor = 0.005      # weight decay, times adam_lr squared and both factors of the group
-    # At the end weights are mixed with their moving averages (record 92 of the public speedrun). Worth 0.004.
+    # At the end weights are mixed with their moving averages (record 92 of the public speedrun). Worth 0.017.
     average_steps: Count = 0        # number of last steps whose weights are averaged; 0: no averages
     average_every: Positive = 5     # steps from one averaging to the next
     average_share: Share = 0.65     # share of the average in the mixture
