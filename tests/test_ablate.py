@@ -3,7 +3,9 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,8 +17,8 @@ from conftest import ROOT, TINY
 import train_gpt
 from kernels.ranks.collectives import RankError
 from records.run.settings import UserError, change
-from records.tools import ablate, against
-from records.tools.apart import Share, separate
+from records.tools import ablate, against, apart
+from records.tools.apart import Share
 from records.tools.screen import design, effects
 
 SMALL = ["--preset", "cpu", *TINY, "--micro_batches", "2", "--batch_tokens", "128,256,384", "--val_every",
@@ -114,7 +116,7 @@ def test_a_check_tells_equal_losses_from_others(config, monkeypatch):
     assert "3 losses of deterministic kernels differ by at most: eager twice 0.000000, eager" in equal
     assert not torch.are_deterministic_algorithms_enabled()
     runs = iter([[1.0, 2.0], [1.0, 2.0], [1.0, 2.5], [1.25, 2.0]])
-    monkeypatch.setattr(ablate, "losses", lambda *_: next(runs))
+    monkeypatch.setattr(ablate, "first_losses", lambda *_: next(runs))
     assert ("2 losses differ by at most: eager twice 0.000000, eager and graphs 0.500000 (first at 2) and "
             "0.500000 (first at 2), graphs twice 0.500000 (first at 1)") in ablate.check(config,
                                                                                          train_gpt.World(), 2,
@@ -231,17 +233,49 @@ def test_ranks_apart_share_runs_out():
     assert Share().of(work) == work == Share().collected(work)
 
 
-@pytest.mark.parametrize("visible, gpu", [(None, "1"), ("", ""), ("4,6", "6")])
-def test_a_rank_apart_is_the_only_one_on_its_gpu(monkeypatch, visible, gpu):
+@pytest.mark.parametrize("visible, seen, gpu", [(None, 2, "1"), ("4,6", 2, "6"), ("", 0, ""),
+                                                (None, 0, None)])
+def test_a_rank_apart_is_the_only_one_on_its_gpu(monkeypatch, visible, seen, gpu):
     environment = dict(RANK="3", WORLD_SIZE="4", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2",
                        MASTER_ADDR="localhost", MASTER_PORT="1")
-    given = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    given = {} if visible is None else {apart.GPUS: visible}
     monkeypatch.setattr(os, "environ", environment | given)
-    assert separate() == Share(3, 4)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == gpu and train_gpt.launched() == (0, 1, 0)
-    monkeypatch.setattr(os, "environ", environment | {"CUDA_VISIBLE_DEVICES": "4"})
-    with pytest.raises(RankError, match="2 or more processes, and CUDA_VISIBLE_DEVICES=4; give each a GPU"):
-        separate()
+    monkeypatch.setattr(apart, "rendezvous", lambda *_, **__: iter([("the store", 3, 4)]))
+    monkeypatch.setattr(torch.cuda, "device_count",
+                        lambda: seen if os.environ.get(apart.GPUS) == visible else 1)
+    assert apart.separate() == apart.Share(3, 4, "the store")
+    assert os.environ.get(apart.GPUS) == gpu and train_gpt.launched() == (0, 1, 0)
+
+
+@pytest.mark.parametrize("counts, reason", [((1,), "2 or more processes on a machine with 1 GPUs"),
+                                            ((2, 2), "CUDA_VISIBLE_DEVICES=1 came too late")])
+def test_a_rank_apart_needs_a_gpu_of_its_own(monkeypatch, counts, reason):
+    monkeypatch.setattr(os, "environ", dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="localhost",
+                                            MASTER_PORT="1"))
+    monkeypatch.setattr(apart, "rendezvous", lambda *_, **__: iter([(None, 1, 2)]))
+    monkeypatch.setattr(torch.cuda, "device_count", partial(next, iter(counts)))
+    with pytest.raises(RankError, match=reason):
+        apart.separate()
+
+
+def test_ranks_apart_exchange_results():
+    """Two ranks as threads, by a real store; a third never comes."""
+    store = torch.distributed.HashStore()
+    with ThreadPoolExecutor() as threads:
+        shares = [apart.Share(rank, 2, store) for rank in (0, 1)]
+        found = list(threads.map(lambda share: share.collected(share.of(list("abcde"))), shares))
+    assert found == [list("abcde")] * 2
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(RankError, match="another rank sent no results"):
+        apart.Share(0, 3, store).collected([])
+
+
+def test_gpus_with_room_for_different_settings_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ablate", "--preset", "cpu", "--train", "--apart"])
+    monkeypatch.setattr(ablate, "separate", lambda: SimpleNamespace(
+        rank=0, gathered=lambda _, mine: [mine, [*mine, "--ngram_rows", "7"]]))
+    assert ablate.main() == 2
+    assert "room for different settings" in (said := capsys.readouterr().err) and "--ngram_rows 7" in said
 
 
 def test_the_command_trains_apart(shards):

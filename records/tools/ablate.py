@@ -1,4 +1,4 @@
-"""What settings cost: one process, one machine, one after the other, the whole program each time.
+"""What settings cost: each is tried in turn, on one machine, by the whole program.
 
     torchrun --standalone --nproc_per_node=4 -m records.tools.ablate --preset corpus \\
         --try capture=false --try overlap=false,smear=false
@@ -6,22 +6,24 @@
 This prints the milliseconds of a step in each stage. Steps with and without Adam's update take turns, and the
 number is the mean of the two kinds' medians. There is a row for the settings as given and one for each
 `--try`, which changes some of them. The first row is repeated at the end to show the machine's drift. All
-settings of train_gpt.py can be given. Instead of timing steps it can do these:
+settings of train_gpt.py can be given. It can do more:
 
---train            train the whole schedule with each, and print the final losses. `--runs 5` takes five
+--train            train the whole schedule with each, and time no steps. `--runs 5` takes five
                    seeds, each with every `--try`, and tests the difference: one seed says little.
 --screen           train whole schedules, each with about half of the `--try`s, and print the effect of each:
                    12 runs for eight changes, each run with a seed of its own (records/tools/screen.py).
                    `--runs 2` adds 12 runs; each makes the changes that a run of the first 12 did not make.
                    Then pairs of changes that help or harm each other move no effect.
---apart            with --train or --screen: each GPU trains runs of its own, in turn. The ranks of torchrun
-                   share the runs out, and train none together, so several GPUs lose no time to exchanges.
+--apart            with --train or --screen: each rank of torchrun trains whole runs alone on its GPU, all
+                   ranks at once. A run must fit one GPU. GPUs differ in speed, so take times without this.
 --against FOLDER   time another checkout of this project in turn with this one, with the same settings
---check N          first take N steps from the same weights, twice eagerly and twice as CUDA graphs, and print
-                   how far their losses differ: with deterministic kernels, and with those of training
+--check N          before the rest take N steps of the settings as given from the same weights, twice eagerly
+                   and twice as CUDA graphs, and print how far their losses differ: with deterministic
+                   kernels, and with those of training
 """
 import argparse
 import functools
+import shlex
 import statistics
 import time
 from collections.abc import Callable
@@ -60,7 +62,10 @@ class Result(NamedTuple):
 
 
 def pairs_of_stages(schedule: train_gpt.Schedule) -> list[Pair]:
-    """Two successive steps of each stage that differ only in Adam's update, which the second one makes."""
+    """Two successive steps of one program for each size of batch; Adam updates in the second.
+
+    With `adam_every` above 1 it does not in the first. Extra steps come last and are no such pair.
+    """
     def program(step: train_gpt.Step) -> tuple:
         return step.batch_tokens, step.windows, step.samples, len(step.multi_token)
 
@@ -164,7 +169,8 @@ def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World,
                   say: Callable) -> str:
     """A table of means over seeds. Each seed is trained with every variant before the next seed.
 
-    Every second seed reverses the order, so that a drift of the machine favours no variant.
+    Every second seed reverses the order, so that a drift of the machine favours no variant. Where ranks train
+    apart, a variant may lie on one GPU more often than another.
     """
     first = variants[AS_GIVEN]
     order = [(name, first.seed + i) for i in range(first.runs)
@@ -220,14 +226,14 @@ def train_screened(tries: list[str], argv: list[str], world: train_gpt.World, sh
     return table(head, rows)
 
 
-def losses(trainer: train_gpt.Trainer, start: list[torch.Tensor | None], count: int) -> list[float]:
+def first_losses(trainer: train_gpt.Trainer, start: list[torch.Tensor | None], count: int) -> list[float]:
     """The first `count` training losses from the weights and optimizer state `start`."""
     updates.restore(trainer.optimizer.state(), start)
     steps = list(trainer.schedule)[:count]
     return torch.stack([trainer.step(step, trainer.loader.batches(step.index)) for step in steps]).tolist()
 
 
-def apart(a: list[float], b: list[float]) -> str:
+def difference_of(a: list[float], b: list[float]) -> str:
     """By how much two lists of losses differ at most, and from which step on."""
     first = next((i for i, (x, y) in enumerate(zip(a, b), 1) if x != y), None)
     return f"{max(abs(x - y) for x, y in zip(a, b)):.6f}" + (f" (first at {first})" if first else "")
@@ -239,11 +245,12 @@ def check(config: train_gpt.Config, world: train_gpt.World, count: int, determin
     start, graphs, runs = updates.snapshot(trainer.optimizer.state()), trainer.graphs, []
     for chosen in ({}, {}, graphs, graphs):
         trainer.graphs = chosen
-        runs.append(losses(trainer, start, count))
+        runs.append(first_losses(trainer, start, count))
     world.be_deterministic(False)
     return (f"{count} losses{' of deterministic kernels' * deterministic} differ by at most: eager twice "
-            f"{apart(*runs[:2])}, eager and graphs {apart(runs[0], runs[2])} and {apart(runs[1], runs[2])}, "
-            f"graphs twice {apart(*runs[2:])}" + ("" if graphs else " (there are no graphs here)"))
+            f"{difference_of(*runs[:2])}, eager and graphs {difference_of(runs[0], runs[2])} and "
+            f"{difference_of(runs[1], runs[2])}, graphs twice {difference_of(*runs[2:])}"
+            + ("" if graphs else " (there are no graphs here)"))
 
 
 def arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -254,10 +261,11 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
                         help="settings to change; repeatable")
     parser.add_argument("--repeat", type=int, default=50, metavar="N",
                         help="timed steps of each stage (default: 50)")
-    parser.add_argument("--train", action="store_true",
-                        help="train the whole schedule instead of timing steps")
-    parser.add_argument("--screen", action="store_true",
-                        help="train whole schedules with about half of the changes each")
+    whole = parser.add_mutually_exclusive_group()
+    whole.add_argument("--train", action="store_true",
+                       help="train the whole schedule instead of timing steps")
+    whole.add_argument("--screen", action="store_true",
+                       help="train whole schedules with about half of the changes each")
     parser.add_argument("--apart", action="store_true",
                         help="each GPU trains runs of its own")
     parser.add_argument("--against", type=Path, metavar="FOLDER",
@@ -287,6 +295,9 @@ def main() -> int:
             return 0
         world = train_gpt.World()
         settings = fitted(settings, world, train_gpt)
+        if len(set(map(tuple, fits := share.gathered("settings", settings)))) > 1:
+            raise UserError("the GPUs have room for different settings, which no table should mix: "
+                            + "; ".join(shlex.join(each) for each in fits))
         config = train_gpt.parse(settings)[0]
         whole = options.train or options.screen
         variants = {AS_GIVEN: config} | {text: vary(text, settings, whole) for text in options.tries}
