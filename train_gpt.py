@@ -639,7 +639,7 @@ class Group:
     algorithm: type                 # Adam, NorMuon or RowAdam
     matrix_lr: list[float] = field(default_factory=list)    # NorMuon: multiplies the rate of each matrix
     height: int = 0     # NorMuon: orthogonalises blocks of so many rows, as Q with K, and V; 0: all rows
-    memory: float = 0.0             # time constant of the weights' average, in steps; 0: no average
+    memory: float = 0.0     # time constant of the weights' average, in `average_steps`; 0: no average
     replicated: bool = False        # too small to share out: every rank makes the whole update
     shared: bool = False            # Adam: tokens of like spelling share updates.
 
@@ -681,7 +681,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
 
     def normuon(name: str, params: list, stops: list[str], matrix_lr: list[float], height: int = 0) -> Group:
         return Group(name, params, stops, config.muon_lr, (0.0, config.muon_beta2),
-                     config.muon_lr * config.muon_decay, NorMuon, matrix_lr, height, memory=50.0)
+                     config.muon_lr * config.muon_decay, NorMuon, matrix_lr, height, memory=1 / 8)
 
     gates = [model.copy_head.gate, model.value_gates, *model.attention_gates]
     scalars = [model.attention_scalars, model.ngrams.scales, model.scalars, model.copy_head.bias]
@@ -695,7 +695,7 @@ def parameter_groups(model: GPT, config: Config) -> list[Group]:
         normuon("O", list(model.bank[1::4]),           each,          [1.0] * depth),
         normuon("mlp", [w for i, w in enumerate(model.bank) if i % 4 > 1], both, [2.0, 4.0] * depth),
         adam("head", [model.head],                     ["embedding"], 1.0,             (0.50, 0.95), 150.0,
-             memory=200.0, shared=config.shared_updates),
+             memory=1 / 2, shared=config.shared_updates),
         adam("copy head", [model.copy_head.weight],    ["head"],      0.03,            (0.90, 0.95)),
         adam("value tables", [*model.value_tables],    valued, config.value_lr, (0.75, 0.99), 5.0,
              shared=config.shared_updates),
