@@ -162,7 +162,7 @@ def whole_runs(runs: dict[str, train_gpt.Config], world: train_gpt.World, share:
     for text, config in share.of(list(runs.items())):
         mine.append(run := trained(config, world))
         say(f"{text}: {run.loss:.4f} in {run.seconds:.2f} s; {scores_text(run.scores)}")
-    return share.collected(mine)
+    return [Result(*run) for run in share.collected(mine)]
 
 
 def train_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, share: Share,

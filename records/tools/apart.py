@@ -1,7 +1,7 @@
 """Ranks that each do work of their own on one GPU, and bring their results together at the end."""
 import datetime
+import json
 import os
-import pickle
 from typing import NamedTuple
 
 import torch
@@ -25,15 +25,15 @@ class Share(NamedTuple):
         return work[self.rank::self.ranks]
 
     def gathered(self, name: str, mine: object) -> list:
-        """What each rank has of this name, in the order of ranks. A name serves once.
+        """What each rank has of this name, in the order of ranks: numbers, texts, lists and dicts of these.
 
-        RankError if a rank is lost.
+        A tuple comes back as a list. A name serves once. RankError if a rank is lost.
         """
         if self.ranks == 1:
             return [mine]
         try:
-            self.store.set(f"{name} {self.rank}", pickle.dumps(mine))
-            return [pickle.loads(self.store.get(f"{name} {rank}")) for rank in range(self.ranks)]
+            self.store.set(f"{name} {self.rank}", json.dumps(mine))
+            return [json.loads(self.store.get(f"{name} {rank}")) for rank in range(self.ranks)]
         except RuntimeError as error:
             raise RankError(f"another rank sent no {name} ({str(error).splitlines()[0]})") from None
 
