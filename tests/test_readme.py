@@ -28,7 +28,7 @@ def commands_of(name: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for block in re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / name).read_text(), re.S):
         heading = ""
-        for line in filter(None, map(str.strip, block.splitlines())):
+        for line in filter(None, map(str.strip, re.sub(r"\\\n *", "", block).splitlines())):
             shown, _, comment = line.partition("#")
             heading = heading if shown else comment
             found |= {shown.strip(): comment or heading} if shown else {}
@@ -49,13 +49,19 @@ ELSEWHERE = {
     "DATA_PATH=data/shards/books-gpt2 ./run.sh --preset corpus": "with the shards of the line above",
 }
 GUIDE_ELSEWHERE = {
-    "git clone … && cd …": "git's own", "git commit -a": "git's own",
+    "git clone … && cd …": "git's own", "git add -A && git commit && git status --short": "git's own",
+    "source .venv/bin/activate": "the shell's own",
     "./run.sh test": "this is it: CI runs it",
-    ".venv/bin/python -m pytest -q tests/test_model.py": "a part of it",
-    ".venv/bin/python -m ruff check .": "CONTRIBUTING says where ruff comes from; the tests do not need it",
+    "python -m pytest -q tests/test_model.py": "a part of it",
+    "python -m ruff check .": "CONTRIBUTING says where ruff comes from; the tests do not need it",
+    "python -m records.tools.ablate --preset cpu --repeat 2 --try smear=false":
+        "test_ablate.py::test_the_command_prints_a_row_a_try_and_the_first_again; it takes a minute",
     "python -m pytest -q tests/kernels -k smear": "a part of it",
+    "COMPILE_ALL=1 python -m pytest -q tests/test_compile_targets.py":
+        "test_compile_targets.py::test_kernels_compile_and_fit; all takes minutes",
+    "python -m kernels.bench --write": "test_bench.py: it writes into the project",
     'python -m records new "records/runs/*-mine" --second "records/runs/*-second" --name mine --title '
-    '"3.28 in … s on …"':
+    '"3.28 in … s on …" --contributors "@you" --changed "…" --why "…" --chosen-with 1 2 3':
         "test_records.py::test_a_new_record_is_valid; its words are tried below",
     "python -m records check": "test_records.py::test_the_records_of_this_repository_are_valid",
     "python -m records report": "test_records.py::test_report",
@@ -65,7 +71,7 @@ GPUS = ("torchrun --standalone --nproc_per_node=8", "srun ", "torchrun --nnodes"
 
 def test_the_readme_has_the_two_commands():
     assert set(ELSEWHERE) <= set(COMMANDS) and len(COMMANDS) > 12
-    assert set(GUIDE_ELSEWHERE) <= set(GUIDE) and len(MARKED) == 6
+    assert set(GUIDE_ELSEWHERE) <= set(GUIDE) and len(MARKED) == 8
     for where in (ELSEWHERE | GUIDE_ELSEWHERE).values():
         if "::" in where:
             file, name = where.split(";")[0].split("::")

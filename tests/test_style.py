@@ -26,7 +26,7 @@ PARAMETERS, LAUNCHER_PARAMETERS = 8, 16
 def is_ours(path: Path) -> bool:
     """Not an environment, another hidden folder, data, or a past run, which stays as it ran."""
     parts = path.relative_to(ROOT).parts
-    past = parts[0] == "records" and (parts[1] == "runs" or parts[1].startswith("2026-"))
+    past = parts[0] == "records" and (parts[1] == "runs" or re.match(r"\d{4}-\d\d-\d\d_", parts[1]))
     return not past and parts[:2] != ("data", "shards") and not any(part.startswith(".") for part in parts)
 
 

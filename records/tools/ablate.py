@@ -147,7 +147,8 @@ def time_in_turn(variants: dict[str, train_gpt.Config], world: train_gpt.World, 
 
 def trained(config: train_gpt.Config, world: train_gpt.World) -> Result:
     world.release()
-    report = train_gpt.run(change(config, save=""), world, time.time())     # Only its numbers are wanted.
+    named = change(config, name=config.name or "ablate", save="")      # Only its numbers are wanted.
+    report = train_gpt.run(named, world, time.time())
     by_stage: dict[int, list[float]] = {}
     for step, ms in zip(train_gpt.Schedule(config), report.step_ms):
         by_stage.setdefault(step.batch_tokens, []).append(ms)

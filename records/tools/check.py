@@ -19,7 +19,7 @@ from records.tools.record import (
     result_table,
     significance_line,
 )
-from records.tools.rules import STAMPS, check_rules, origin
+from records.tools.rules import STAMPS, check_rules, check_target, origin
 from records.tools.schema import NUMBER, RecordError, Run
 
 RULES_BEGAN = "2026-11-23"      # from then on a record had to show three texts, and more (rules.py)
@@ -63,8 +63,7 @@ def check(folder: Path, read: Callable[[Path], Record] = load) -> tuple[list[str
         problems.append(f"schema {true['schema']} is for runs before {RULES_BEGAN}")
     if true["schema"] < RECORD_SCHEMA:
         notes.append("scored on the validation text alone, by the rules of its time")
-    if true["target"] is not None and true["mean_loss"] > true["target"]:
-        problems.append(f"mean loss {true['mean_loss']:.4f} is above the target {true['target']:g}")
+    problems += check_target(true)
     if not is_proven(true):
         notes.insert(0, f"not shown to be below its target: {significance_line(true)}")
     if true["parent"] is not None:

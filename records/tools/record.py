@@ -24,7 +24,7 @@ from records.tools.classes import table_class, table_parameters
 from records.tools.history import NoHistory, sources_at
 from records.tools.logs import find_logs, read_bytes, read_log
 from records.tools.pool import common_texts, require_sample, scores_text, summarize
-from records.tools.rules import check_rules, is_corpus
+from records.tools.rules import check_rules, check_target, is_corpus
 from records.tools.schema import NUMBER, PACKED, RecordError, Run, check_fields, flatten
 from records.tools.stats import SIGNIFICANCE, describe
 
@@ -249,7 +249,7 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
         raise RecordError(f"parent {written['parent']!r}: no record of that name; there are: "
                           f"{', '.join(path.name for path in folders(root)) or 'none'}")
     data = record_data(runs, written, second)
-    broken = check_rules(data, runs, second)
+    broken = check_rules(data, runs, second) + check_target(data)
     if written.get("chosen_with") is None and is_corpus(runs[0]):
         broken.append("--chosen-with is missing: say which seeds chose a setting or the number of steps, and "
                       "give it no seed if none did")

@@ -34,7 +34,8 @@ def check_rules(data: dict, runs: list[Run], second: Run | None) -> list[str]:
         if silent := [name for name in (*ORIGIN, *STAMPS, "data") if name not in run.header | run.summary]:
             problems.append(f"{run.label} does not say {', '.join(silent)}")
     if any(run.header["dirty"] is not False for run in every):
-        problems.append("its runs had changes that are not in their commit; commit first, then run")
+        problems.append("its runs had changes or new files that are not in their commit (git status "
+                        "--short); commit first, then run")
     if both := sorted({run.seed for run in every} & set(data["chosen_with"])):
         problems.append(f"seeds {both} chose a setting or the number of steps; they prove nothing")
     problems += check_left_out(every)
@@ -88,6 +89,12 @@ def check_texts(data: dict) -> list[str]:
     return problems
 
 
+def check_target(data: dict) -> list[str]:
+    if data["target"] is None or data["mean_loss"] <= data["target"]:
+        return []
+    return [f"mean loss {data['mean_loss']:.4f} is above the target {data['target']:g}"]
+
+
 def check_second(data: dict, runs: list[Run], second: Run) -> list[str]:
     """Whether a second full run agrees: its configuration, a process and a seed of its own, loss and time."""
     problems = []
@@ -98,10 +105,10 @@ def check_second(data: dict, runs: list[Run], second: Run) -> list[str]:
     apart = abs(second.loss - data["mean_loss"])
     if apart > SAME_LOSS * (data["standard_deviation_loss"] or 0.0):
         problems.append(f"the second full run ends at {second.loss:.4f}, more than {SAME_LOSS} standard "
-                        "deviations from the mean")
+                        f"deviations from the mean, {data['mean_loss']:.4f}")
     if abs(second.time_s / data["mean_time_s"] - 1) > SAME_TIME:
         problems.append(f"the second full run takes {second.time_s:.2f} s, more than {SAME_TIME:.0%} from "
-                        "the mean")
+                        f"the mean, {data['mean_time_s']:.2f} s; was the machine the same, and idle?")
     return problems
 
 
