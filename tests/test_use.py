@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -281,6 +281,21 @@ def save_untrained(config, folder) -> None:
     model = train_gpt.GPT(config, CPU, train_gpt.Collectives(1))
     log = train_gpt.RunLog("", False)
     weights.save_model(model, train_gpt.Report(log, train_gpt.Clock(CPU), 1, train_gpt.World()), log)
+
+
+def test_the_export_knows_every_setting_of_the_model():
+    """`use/modeling_speedrun.py` is the model once more, and would not know a setting that is new.
+
+    Who adds one brings it there and into `use/export.py`, or sees that it changes no exported model, tests a
+    value of it that is not the default, and then adds its name here.
+    """
+    names = [field.name for field in fields(train_gpt.Config)]
+    exported = ("layers width heads head_dim qk_dim attention_scale rotary_share rotary_base yarn ngrams "
+                "ngram_rows value_embeddings gate_channels smear key_offset attention_gates backout "
+                "late_input copy_channels")
+    others = "ngram_classes near_match retrieval states canonical softmax_tokens"
+    model = names[names.index("layers"):names.index("stages")]
+    assert {*model} == {*exported.split(), *others.split()}
 
 
 def test_saving_and_exporting_touch_nothing_else(config, tmp_path, monkeypatch):
