@@ -1,7 +1,6 @@
 """The table of what settings cost: timed steps, settings to try, whole commands, two checkouts in turn."""
 import os
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -12,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, process, succeeded
 
 import train_gpt
 from kernels.ranks.collectives import RankError
@@ -247,8 +246,8 @@ def test_a_rank_apart_is_the_only_one_on_its_gpu(monkeypatch, visible, seen, gpu
     assert os.environ.get(apart.GPUS) == gpu and train_gpt.launched() == (0, 1, 0)
 
 
-@pytest.mark.parametrize("counts, reason", [((1,), "2 or more processes on a machine with 1 GPUs"),
-                                            ((2, 2), "CUDA_VISIBLE_DEVICES=1 came too late")])
+@pytest.mark.parametrize("counts, reason", [((1, 1), "2 or more processes on a machine with 1 GPUs"),
+                                            ((2, 2, 2), "CUDA_VISIBLE_DEVICES=1 came too late")])
 def test_a_rank_apart_needs_a_gpu_of_its_own(monkeypatch, counts, reason):
     monkeypatch.setattr(os, "environ", dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="localhost",
                                             MASTER_PORT="1"))
@@ -281,10 +280,9 @@ def test_gpus_with_room_for_different_settings_are_refused(monkeypatch, capsys):
 def test_the_command_trains_apart(shards):
     """Three runs on two ranks: each is a run of one rank, and the table has all of them."""
     tool = ["records.tools.ablate", "--train", "--apart", "--try", "smear=false", "--try", "backout=false"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m",
-               *tool, *SMALL, "--data_path", str(shards), "--steps", "3", "--write_log", "false"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node=2 -m".split()
+    done = succeeded(process(sys.executable, *launcher, *tool, *SMALL, "--data_path", str(shards), "--steps",
+                             "3", "--write_log", "false"))
     rows = rows_of(done.stdout)
     assert [row[:2] for row in rows[2:]] == [[name, "1"] for name in ("as given", *tool[4::2])]
     assert len({row[2] for row in rows[2:]}) == 3

@@ -46,6 +46,14 @@ def launched() -> tuple[int, int, int]:
     return rank, size, local
 
 
+def require_gpu(local: int) -> None:
+    """RankError if this machine has no GPU for the process of this local rank."""
+    count = torch.cuda.device_count()
+    if local >= count:
+        raise RankError(f"{local + 1} or more processes on a machine with {count} GPUs; use "
+                        f"--nproc_per_node={count}")
+
+
 class World:
     """This process's rank, its device, and the collectives by which it speaks to the others."""
 
@@ -54,10 +62,7 @@ class World:
         self.device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            if local >= torch.cuda.device_count():
-                count = torch.cuda.device_count()
-                raise RankError(f"{local + 1} or more processes on a machine with {count} GPUs; "
-                                f"use --nproc_per_node={count}")
+            require_gpu(local)
             torch.cuda.set_device(self.device)
             # cuBLASLt would clear a workspace before every FP8 matmul, which takes 0.7% of a step.
             os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "0")

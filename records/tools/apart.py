@@ -9,7 +9,7 @@ from torch.distributed import Store
 from torch.distributed.rendezvous import rendezvous
 
 from kernels.ranks.collectives import RankError
-from kernels.ranks.world import launched
+from kernels.ranks.world import launched, require_gpu
 
 GPUS = "CUDA_VISIBLE_DEVICES"
 LONGEST_WAIT = datetime.timedelta(days=1)   # One rank may end a whole run later than another.
@@ -56,10 +56,8 @@ def separate() -> Share:
     store = None
     if ranks > 1:
         store, _, _ = next(rendezvous("env://", rank, ranks, timeout=LONGEST_WAIT))
-    if count := torch.cuda.device_count():      # This does not start CUDA.
-        if local >= count:
-            raise RankError(f"{local + 1} or more processes on a machine with {count} GPUs; use "
-                            f"--nproc_per_node={count}")
+    if torch.cuda.device_count():       # This does not start CUDA.
+        require_gpu(local)
         visible = os.environ.get(GPUS)
         os.environ[GPUS] = visible.split(",")[local] if visible else str(local)
         if torch.cuda.device_count() != 1:

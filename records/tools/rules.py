@@ -90,6 +90,7 @@ def check_texts(data: dict) -> list[str]:
 
 
 def check_target(data: dict) -> list[str]:
+    """Whether the mean loss reaches the target that the runs were after."""
     if data["target"] is None or data["mean_loss"] <= data["target"]:
         return []
     return [f"mean loss {data['mean_loss']:.4f} is above the target {data['target']:g}"]
