@@ -333,6 +333,24 @@ def test_a_record_on_the_corpus_holds_three_texts_and_a_second_run(root):
     assert all(word in problems for word in ("scores is", "class is 'open'", "seeds [5, 20] chose"))
 
 
+def test_logs_can_be_given_in_any_order(root):
+    runs, second = with_second(root)
+    folder = create(runs[::-1], root, "corpus", WORDS | {"chosen_with": [0]}, "x", "y", second)
+    assert check(folder) == ([], [])
+
+
+def test_a_log_belongs_to_one_record(root, first):
+    """The second full run's log too."""
+    with pytest.raises(RecordError, match=f"jsonl.gz: already in the record {first.name}$"):
+        create(read_logs([root / "runs"]), root, "again", WORDS)
+    runs, second = with_second(root)
+    words = WORDS | {"chosen_with": [0]}
+    folder = create(runs, root, "corpus", words, second=second)
+    others = corpus_runs(root, "others", range(30, 35))
+    with pytest.raises(RecordError, match=rf"^second/\S+: already in the record {folder.name}$"):
+        create(others, root, "others", words, second=second)
+
+
 @pytest.mark.parametrize("particulars, second, problem", [
     ({"clean": 3.571}, {}, "mean loss on clean is 3.5710, above 3.570"),
     ({"texts": ("clean",)}, {"texts": ("clean",)}, "not scored on fineweb"),

@@ -64,6 +64,7 @@ def test_a_run_writes_its_log(first):
     assert header["config"]["steps"] == 6 and header["config"]["batch_tokens"] == [128, 256, 384]
     assert header["fp8"] is False and header["fp8_parts"] == []
     assert header["versions"]["torch"] == torch.__version__ and header["world_size"] == 1
+    assert ("no record can be made of this run" in result.stdout) == bool(header["dirty"])
     assert {"NorMuon", "Adam", "RowAdam"} == {group["algorithm"] for group in header["groups"]}
     ran = sources.project_sources()
     assert header["sources"] == sources.hash_sources(ran)

@@ -98,6 +98,8 @@ def announcement(facts: dict, devices: str) -> str:
         end = "tokens repeat after the first" if facts["config"]["epochs"] > 1 else "it may end too soon"
         lines.append(f"data: the schedule takes about {facts['epochs']:.2f} epochs of {facts['shards']} "
                      f"shards; {end}")
+    if facts["dirty"]:
+        lines.append("git: changes or new files are not in the commit, so no record can be made of this run")
     return "\n".join(lines)
 
 

@@ -238,6 +238,7 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
     if len(labels := [run.label for run in runs]) > len({*labels}):
         raise RecordError(f"two runs are called {max(labels, key=labels.count)}, of two machines perhaps; "
                           "rename the folder of one, for a record keeps each log by that name")
+    runs = sorted(runs, key=lambda run: run.label)      # as `load` will find them in the folder
     require_sample(runs)
     header = runs[0].header
     written = {"date": header["started"][:10], "contributors": [], "parent": None,
@@ -256,6 +257,7 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
     if broken:
         raise RecordError("; ".join(broken))
     require_sources(root, header)
+    require_new(root, data)
     try:
         for place, logs in (("runs", runs), (SECOND, [second] if second else [])):
             for run in logs:
@@ -271,6 +273,15 @@ def create(runs: list[Run], root: Path, name: str, written: dict, changed: str =
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return folder
+
+
+def require_new(root: Path, data: dict) -> None:
+    """RecordError if a log of this record.json is in a record of `root`."""
+    for path in root.glob("????-??-??_*/record.json"):
+        text = path.read_text(errors="replace")
+        if used := [run["log"] for run in [*data["runs"], *filter(None, [data.get("second")])]
+                    if run["sha256"] in text]:
+            raise RecordError(f"{', '.join(used)}: already in the record {path.parent.name}")
 
 
 def write_text(path: Path, text: str) -> None:
