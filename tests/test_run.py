@@ -24,7 +24,7 @@ import train_gpt
 from data.errors import open_streams
 from data.shards import HEADER_BYTES, ShardError
 from kernels.retrieval import Datastore, datastore
-from records.run import settings, sources, terminal
+from records.run import explain, settings, sources, terminal
 from records.run.log import LogError
 from records.run.settings import UserError
 
@@ -54,6 +54,15 @@ def first(shards, tmp_path_factory) -> tuple[subprocess.CompletedProcess, Path]:
     return succeeded(process(*words, DATA_PATH=str(shards), RUNS_PATH=str(folder))), folder
 
 
+@pytest.mark.parametrize("dirty, said", [(True, "changes or new files"), (None, "no commit"), (False, "")])
+def test_a_run_says_that_no_record_can_be_made_of_it(dirty, said):
+    facts = {"preset": "cpu", "parameters": 5, "dtype": "torch.float32", "attention": "plain",
+             "attention_note": "", "fp8_parts": [], "candidates": [], "epochs": 0.5, "dirty": dirty}
+    lines = explain.announcement(facts, "1 x CPU").splitlines()
+    [line] = [line for line in lines if "no record can be made" in line] or [""]
+    assert said in line and bool(line) == bool(said)
+
+
 def test_a_run_writes_its_log(first):
     result, folder = first
     said = r"validation loss \d\.\d{4} nats a token = \d\.\d{3} bits per byte after 8 steps"
@@ -64,7 +73,7 @@ def test_a_run_writes_its_log(first):
     assert header["config"]["steps"] == 6 and header["config"]["batch_tokens"] == [128, 256, 384]
     assert header["fp8"] is False and header["fp8_parts"] == []
     assert header["versions"]["torch"] == torch.__version__ and header["world_size"] == 1
-    assert ("no record can be made of this run" in result.stdout) == bool(header["dirty"])
+    assert ("no record can be made of this run" in result.stdout) == (header["dirty"] is not False)
     assert {"NorMuon", "Adam", "RowAdam"} == {group["algorithm"] for group in header["groups"]}
     ran = sources.project_sources()
     assert header["sources"] == sources.hash_sources(ran)

@@ -100,6 +100,8 @@ def announcement(facts: dict, devices: str) -> str:
                      f"shards; {end}")
     if facts["dirty"]:
         lines.append("git: changes or new files are not in the commit, so no record can be made of this run")
+    elif facts["dirty"] is None:
+        lines.append("git: it names no commit here, so no record can be made of this run")
     return "\n".join(lines)
 
 
